@@ -112,6 +112,7 @@ class Header:
     special_ids: dict[str, int]  # token ids by transformers' name, e.g. "eos_token"
     metadata: dict[str, Any] = field(default_factory=dict)  # None for a long array
     sizes: dict[str, int] = field(default_factory=dict)  # bytes of each tensor
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # innermost dimension first
     end_ids: tuple[int, ...] = ()  # tokens that end a generation, as in llama.cpp
 
 
@@ -200,9 +201,13 @@ class _Tensor(NamedTuple):
     """An entry of the table of tensors."""
 
     name: str
-    elements: int
+    shape: tuple[int, ...]
     kind: int  # ggml_type
     offset: int  # from the start of the data
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
 
 
 class _Content(NamedTuple):
@@ -241,6 +246,7 @@ def _check_content(path: Path, content: _Content, part: bool) -> Header:
         special_ids={name: int(value) for name, value in special.items() if value is not None},
         metadata=metadata,
         sizes=sizes,
+        shapes={tensor.name: tensor.shape for tensor in content.tensors},
         end_ids=content.end_ids,
     )
 
@@ -308,8 +314,8 @@ class _Reader:
     def _read_tensor(self) -> _Tensor:
         name = self._read_string()
         (dimensions,) = self._unpack("I")
-        elements = math.prod(self._unpack(f"{dimensions}Q"))
-        return _Tensor(name, elements, *self._unpack("IQ"))
+        shape = self._unpack(f"{dimensions}Q")
+        return _Tensor(name, shape, *self._unpack("IQ"))
 
     def _read_value(self, kind: int) -> Any:
         """Read a metadata value; long arrays are skipped, since they are vocabularies."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,37 @@ _NAME = re.compile(r"mmproj.*\.gguf", re.IGNORECASE)
 _MOST_TOKENS, _PATCHES = 4096, 4
 #: Projectors whose images are cut to the stated size.
 _FIXED = frozenset({"mlp", "ldp", "ldpv2", "gemma3", "idefics3", "internvl", "resampler"})
+#: What each kind of encoder states of itself: tools/mtmd/clip.cpp, `load_hparams`.
+_NUMBERS = (
+    *("embedding_length", "feed_forward_length", "block_count", "projection_dim"),
+    *("attention.head_count", "attention.layer_norm_epsilon"),
+)
+_COLOURS = ("image_mean", "image_std")
+_NEEDED = {
+    "vision": ("image_size", "patch_size", *_COLOURS),
+    "audio": ("num_mel_bins",),
+}
+#: Tensors without which the graph of a projector cannot be built.
+_TENSORS = {
+    **dict.fromkeys(("mlp", "idefics3", "gemma3", "pixtral"), ("v.patch_embd.weight",)),
+    **dict.fromkeys(
+        ("qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger"),
+        ("v.patch_embd.weight", "v.patch_embd.weight.1"),
+    ),
+    "qwen2a": ("a.conv1d.1.weight", "a.conv1d.2.weight", "a.post_ln.weight", "a.post_ln.bias"),
+}
+#: Those that put several patches into a token.
+_SCALED = ("idefics3", "gemma3")
+#: The tensor of a projector whose dimension is that of the embeddings: `clip_n_mmproj_embd`.
+_OUTPUTS = {
+    **dict.fromkeys(("qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger"), ("mm.2.bias", 0)),
+    **dict.fromkeys(("mlp", "pixtral"), ("mm.2.weight", 1)),
+    "gemma3": ("mm.input_projection.weight", 0),
+    "idefics3": ("mm.model.fc.weight", 1),
+    "qwen2a": ("mm.a.fc.weight", 1),
+}
+#: Tensors of a layer of an encoder.
+_BLOCK = re.compile(r"([va])\.blk\.(\d+)\.((?:attn|ffn|ln)\w*\.(?:weight|bias))")
 #: Positions of a recording's window, as Whisper has them.
 _AUDIO_POSITIONS = 3000
 
@@ -33,6 +65,99 @@ def find_projectors(model: Path) -> list[Path]:
         return sorted(one for one in model.parent.iterdir() if _NAME.fullmatch(one.name))
     except OSError:
         return []
+
+
+def find_fault(projector: Header, model: Header | None = None) -> str:
+    """Return why llama.cpp could not load a projector, for this model; "" if nothing is known.
+
+    It ends its process for some of these faults, as it takes tensors that are not there for parts
+    that other projectors lack.
+    """
+    if projector.architecture != ARCHITECTURE:
+        return f"is no projector: it is a model of the architecture {projector.architecture!r}"
+    modalities = [one for one in _NEEDED if projector.metadata.get(f"clip.has_{one}_encoder")]
+    if not modalities:
+        return "reads neither images nor recordings, by what it says of itself"
+    faults = (fault for one in modalities for fault in _find_faults(projector, one))
+    return next(faults, "") or (_compare_widths(projector, model) if model is not None else "")
+
+
+def _find_faults(projector: Header, modality: str) -> Iterator[str]:
+    metadata = projector.metadata
+    for key in (*_NUMBERS, *_NEEDED[modality]):
+        name = f"clip.{modality}.{key}"
+        value = metadata.get(name)
+        if name not in metadata:
+            yield f"is damaged: it has no {name}"
+        elif key in _COLOURS and not (isinstance(value, list) and len(value) >= 3):
+            yield f"is damaged: its {name} has to be three numbers"
+        elif key not in _COLOURS and not (isinstance(value, int | float) and value > 0):
+            yield f"is damaged: its {name} is {value!r}"
+    kind = _name_kind(metadata, modality)
+    if missing := [one for one in _TENSORS.get(kind, ()) if one not in projector.shapes]:
+        yield f"is damaged: it has no tensor {missing[0]}"
+    if kind in _TENSORS:  # others may be built otherwise
+        yield from _compare_sizes(projector, modality)
+        yield from _compare_blocks(projector, modality)
+    scale = metadata.get(f"clip.{modality}.projector.scale_factor")
+    if kind in _SCALED and (not isinstance(scale, int) or not 0 < scale <= _side(metadata)):
+        yield f"is damaged: its clip.{modality}.projector.scale_factor is {scale!r}"
+
+
+def _compare_sizes(projector: Header, modality: str) -> Iterator[str]:
+    """Yield sizes that do not go together."""
+    keys = f"clip.{modality}."
+    width, heads, patch = (
+        projector.metadata.get(keys + key)
+        for key in ("embedding_length", "attention.head_count", "patch_size")
+    )
+    if not isinstance(width, int) or not isinstance(heads, int) or width % heads:
+        yield f"is damaged: its {keys}attention.head_count is {heads!r}, and its width {width!r}"
+    shape = projector.shapes.get("v.patch_embd.weight", ())
+    if modality == "vision" and shape[:2] != (patch, patch):
+        yield f"is damaged: its {keys}patch_size is {patch!r}, and its tensor for patches {shape}"
+
+
+def _compare_blocks(projector: Header, modality: str) -> Iterator[str]:
+    """Yield what a layer lacks that another one has, and one that has another width."""
+    letter, keys = modality[0], f"clip.{modality}."
+    blocks: dict[int, set[str]] = defaultdict(set)
+    width = projector.metadata[f"{keys}embedding_length"]
+    for name, shape in projector.shapes.items():
+        if (found := _BLOCK.fullmatch(name)) and found[1] == letter:
+            blocks[int(found[2])].add(found[3])
+            if found[3].startswith("ln1.") and shape != (width,):
+                yield f"is damaged: {name} has {shape[0]} numbers, and its layers have {width}"
+    if not blocks:
+        return
+    every = set().union(*blocks.values())
+    for number in range(max(max(blocks) + 1, projector.metadata[f"{keys}block_count"])):
+        if lacking := every - blocks.get(number, set()):
+            yield f"is damaged: it has no tensor {letter}.blk.{number}.{min(lacking)}"
+
+
+def _compare_widths(projector: Header, model: Header) -> str:
+    """Return a sentence for embeddings of another width than the model's."""
+    wanted = model.metadata.get(f"{model.architecture}.embedding_length")
+    for modality in _NEEDED:
+        name, axis = _OUTPUTS.get(_name_kind(projector.metadata, modality), ("", 0))
+        shape = projector.shapes.get(name, ())
+        if isinstance(wanted, int) and len(shape) > axis and shape[axis] != wanted:
+            return (
+                f"belongs to another model: it makes embeddings of {shape[axis]} numbers, and this"
+                f" model's have {wanted}"
+            )
+    return ""
+
+
+def _name_kind(metadata: dict[str, Any], modality: str) -> str:
+    own = f"clip.{modality}.projector_type"
+    return str(metadata.get("clip.projector_type") or metadata.get(own) or "")
+
+
+def _side(metadata: dict[str, Any]) -> int:
+    """Return the patches along a side of an image."""
+    return int(metadata["clip.vision.image_size"] // metadata["clip.vision.patch_size"])
 
 
 def estimate_bytes(header: Header, most_tokens: int | None = None) -> int:

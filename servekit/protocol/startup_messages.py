@@ -29,6 +29,7 @@ class Phase(Value, frozen=True):
     within: str = ""  # the name of another
     failed: bool = False  # an error ended it
     why: str = ""  # it failed, or what it looked for is not here
+    file: str = ""  # that it reads, which may be what its process dies of
 
 
 class PhaseReport(Message, frozen=True):

@@ -77,6 +77,8 @@ EXIT_BOOT_FAILED = 3
 EXIT_ENGINE_DIED = os.EX_SOFTWARE
 #: Minimum interval between progress reports.
 REPORT_EVERY_S = 0.1
+#: Longest wait for the report of a file to be on its way.
+_TOLD_WITHIN_S = 1.0
 #: A worker that has completed nothing for this long sends itself a request.
 PROBE_EVERY_S = 15.0
 #: The share of the time that these requests may take, since a slow model would keep the machine
@@ -373,8 +375,16 @@ class Worker:
     def _hear_from_any_thread(self, of: Phase) -> None:
         if threading.get_ident() == self._thread:
             self._report_phase(of)
-        else:
-            self._loop.call_soon_threadsafe(self._report_phase, of)
+            return
+        told = threading.Event()
+
+        def report() -> None:
+            self._report_phase(of)
+            told.set()
+
+        self._loop.call_soon_threadsafe(report)
+        if of.file and of.ended_s is None:  # the process may end before its loop has a turn
+            told.wait(_TOLD_WITHIN_S)
 
     def _report_phase(self, of: Phase) -> None:
         """Report a phase at once, so that the supervisor knows the stage if the worker dies."""

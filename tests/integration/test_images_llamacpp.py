@@ -170,3 +170,15 @@ def test_a_client_that_leaves(instance: Instance) -> None:
         coming.close()  # type: ignore[attr-defined]
     assert answer(instance, "gemma", ONE) == answer(instance, "gemma", ONE)
     poll("nothing runs", lambda: not any(one.running for one in instance.model("gemma").replicas))
+
+
+def test_a_projector_that_kills_its_worker_is_named(folder: Path, tmp_path: Path) -> None:
+    """It says that it is of another kind, which no check of its header finds."""
+    whole = (folder / "qwen-gguf" / "mmproj.gguf").read_bytes()
+    wrong = tmp_path / "mmproj.gguf"
+    wrong.write_bytes(whole.replace(b"qwen2vl_merger", b"qwen3vl_merger"))
+    model: dict[str, Any] = {"name": "m", "engine": "llamacpp", "device": "cpu"}
+    model |= {"path": f"{folder}/qwen-gguf/model.gguf", "options": {"mmproj": str(wrong)}}
+    with Instance.up(tmp_path, [model]) as instance:
+        said = poll("it died", lambda: instance.model("m").replicas[0].reason)
+    assert f"killed by SIGABRT before it was ready, while it loaded {wrong}" in said

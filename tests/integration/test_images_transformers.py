@@ -22,6 +22,7 @@ from tests.integration.test_remote import far
 from tests.polling import poll
 from tests.unit.engines.harness import write_tiny_llama
 from tests.unit.engines.seeing_model import TOKENS_PER_IMAGE, write_idefics3, write_seeing_model
+from tests.unit.engines.transformers.vision.media_adapters import AdapterFolders
 from tests.unit.engines.transformers.vision.pictures import (
     BLUE,
     HISTORY,
@@ -36,6 +37,8 @@ from tests.unit.engines.transformers.vision.pictures import (
 )
 
 MODELS = ("llava", "idefics3")
+#: Of LLaVA, that change its eyes, too: in the base's steps, and in steps of its own.
+ADAPTERS = ("all", "dora")
 #: Tokens of an answer that a worker's death interrupts: some seconds, so that the status shows it.
 LONG = 1800
 
@@ -50,8 +53,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory, folders: dict[str, Path]) -> AdapterFolders:
+    return AdapterFolders(folders["llava"], tmp_path_factory.mktemp("adapters"))
+
+
+@pytest.fixture(scope="module")
 def instance(
-    tmp_path_factory: pytest.TempPathFactory, folders: dict[str, Path]
+    tmp_path_factory: pytest.TempPathFactory, folders: dict[str, Path], adapters: AdapterFolders
 ) -> Iterator[Instance]:
     models = [
         {
@@ -64,6 +72,7 @@ def instance(
         }
         for name, folder in folders.items()
     ]
+    models[0]["adapters"] = [{"name": name, "path": str(adapters[name])} for name in ADAPTERS]
     limits = {"limits": {"images": 20}}
     with Instance.up(
         tmp_path_factory.mktemp("up"), [*models, echo("a")], server=limits
@@ -150,10 +159,33 @@ def test_answers_are_the_library_s(
         assert list(clients.map(answered, asked)) == due
 
 
-def test_an_answer_outlives_its_worker(instance: Instance) -> None:
-    due, _ = answer(instance, "llava", HISTORY, max_tokens=LONG)
+def test_adapters_see(
+    instance: Instance, references: dict[str, Reference], adapters: AdapterFolders
+) -> None:
+    """The answers of plain PEFT, streamed and whole, of two adapters and the base at once."""
+    decode = references["llava"].processor.tokenizer.decode
+    asked = [(name, messages) for messages in (ONE, HISTORY) for name in ("llava", *ADAPTERS)]
+    due = []
+    for name, messages in asked:
+        ids = adapters.due(name if name in ADAPTERS else "", messages)
+        due.append(settle(decode(ids, skip_special_tokens=True)))
+    assert len(set(due)) == len(asked)
+    with ThreadPoolExecutor(2 * len(asked)) as clients:
+        streams = [
+            clients.submit(lambda one: "".join(stream(instance, *one)), one) for one in asked
+        ]
+        whole = [clients.submit(answer, instance, *one) for one in asked]
+        assert [settle(one.result()) for one in streams] == due
+        assert [settle(one.result()[0]) for one in whole] == due
+
+
+@pytest.mark.parametrize(
+    "name", ["llava", *(pytest.param(one, marks=pytest.mark.lane("adapters")) for one in ADAPTERS)]
+)
+def test_an_answer_outlives_its_worker(instance: Instance, name: str) -> None:
+    due, _ = answer(instance, name, HISTORY, max_tokens=LONG)
     poll("nothing is seen to run", lambda: not _list_running(instance))
-    coming = stream(instance, "llava", HISTORY, max_tokens=LONG)
+    coming = stream(instance, name, HISTORY, max_tokens=LONG)
     begun = [next(coming) for _ in range(5)]
     (busy,) = poll("it is seen to run", lambda: _list_running(instance))
     os.kill(busy.pid, signal.SIGKILL)

@@ -34,13 +34,14 @@ def heard_by(hear: Hear | None) -> None:
 
 
 @contextlib.contextmanager
-def phase(name: str, *, lacks: type[Exception] | None = None) -> Iterator[None]:
+def phase(name: str, *, lacks: type[Exception] | None = None, file: str = "") -> Iterator[None]:
     """Report the code in this context as a phase called `name`.
 
-    An error of type `lacks` means that an optional feature is missing here, which is no failure.
+    `file` is what it reads by a library that may end the process: it is known before. An error of
+    type `lacks` means that an optional feature is missing here, which is no failure.
     """
     within, began_s = _within.get(), time.monotonic()
-    _tell_listener(Phase(name, began_s, None, within))
+    _tell_listener(Phase(name, began_s, None, within, file=file))
     token, failed, why = _within.set(name), False, ""
     try:
         yield
@@ -50,7 +51,7 @@ def phase(name: str, *, lacks: type[Exception] | None = None) -> Iterator[None]:
         raise
     finally:
         _within.reset(token)
-        _tell_listener(Phase(name, began_s, time.monotonic(), within, failed, why))
+        _tell_listener(Phase(name, began_s, time.monotonic(), within, failed, why, file))
 
 
 def _explain_error(error: BaseException) -> str:

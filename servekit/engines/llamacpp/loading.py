@@ -68,10 +68,10 @@ def load_from_spec(spec: WorkerSpec, report: Report) -> Loaded:
     if spec.device == "cuda" and not binding.library.call("llama_supports_gpu_offload"):
         raise LoadError(f"{binding.without_gpu} Or say `device: cpu`.")
     pooling = _choose_pooling(headers[0], spec)
-    media = None if pooling is not None else find_projector(path, spec, report)
+    media = None if pooling is not None else find_projector(path, headers[0], spec, report)
     plan = _plan_memory(binding, headers, spec, pooling, media and media[1])
     settings = _make_settings(path, plan, spec, pooling)
-    with phase("weights"):
+    with phase("weights", file=str(path)):
         model = _load_model(binding, settings, spec, report)
     try:
         projector = media and load_projector(binding, media[0], model, settings, spec)

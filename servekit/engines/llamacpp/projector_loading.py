@@ -22,10 +22,12 @@ from servekit.model_metadata.gguf import Header, read_header
 from servekit.protocol.messages import WorkerSpec
 
 
-def find_projector(model: Path, spec: WorkerSpec, report: Report) -> tuple[Path, Header] | None:
+def find_projector(
+    model: Path, header: Header, spec: WorkerSpec, report: Report
+) -> tuple[Path, Header] | None:
     """Return the file of the model's projector and its header; None if it has none.
 
-    Raises LoadError for a named file that is no projector.
+    Raises LoadError for a named file that is no projector, is damaged, or is another model's.
     """
     named = spec.options.get("mmproj")
     if named is False:
@@ -33,17 +35,17 @@ def find_projector(model: Path, spec: WorkerSpec, report: Report) -> tuple[Path,
     if named is not None:
         path = resolve_file(str(named), None, report)
         found = read_header(path)
-        if why := _explain_other(found):
+        if why := projector.find_fault(found, header):
             raise LoadError(f"options.mmproj: {path} {why}.")
         return path, found
     try:
-        return _find_beside(model)
+        return _find_beside(model, header)
     except LoadError as error:
         warn_unavailable(spec.model, error.message)
         return None
 
 
-def _find_beside(model: Path) -> tuple[Path, Header] | None:
+def _find_beside(model: Path, header: Header) -> tuple[Path, Header] | None:
     beside = projector.find_projectors(model)
     if not beside:
         return None
@@ -51,20 +53,9 @@ def _find_beside(model: Path) -> tuple[Path, Header] | None:
         names = " and ".join(one.name for one in beside[:2])
         raise LoadError(f"{names} lie beside the model; options.mmproj says which is its own")
     found = read_header(beside[0])
-    if why := _explain_other(found):
+    if why := projector.find_fault(found, header):
         raise LoadError(f"{beside[0]} {why}")
     return beside[0], found
-
-
-def _explain_other(found: Header) -> str:
-    """Return why a file is no projector; "" if it is one.
-
-    Whether it is one of the model is left to llama.cpp: headers state the width of the embeddings
-    in several ways.
-    """
-    if found.architecture != projector.ARCHITECTURE:
-        return f"is no projector: it is a model of the architecture {found.architecture!r}"
-    return ""
 
 
 def load_projector(
@@ -75,7 +66,7 @@ def load_projector(
     Raises LoadError.
     """
     try:
-        with phase("images"):
+        with phase("images", file=str(path)):
             return _load(binding, path, model, settings, spec)
     except LoadError as error:
         if spec.options.get("mmproj") is not None:

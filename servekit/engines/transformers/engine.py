@@ -88,8 +88,9 @@ _PROBE_TOKENS = 3
 #: How often a thread that waits for the engine's thread checks that the engine is still running.
 _LOOK_S = 0.2
 NO_TEXT = "This model does not generate text."
-MEDIA_AND_ADAPTER = (
-    "messages: a request with an adapter has no images and no recordings with this engine"
+MEDIA_AND_VIRTUAL_TOKENS = (
+    "messages: the adapter '{}' puts virtual tokens before the prompt, and such a request has no"
+    " images and no recordings"
 )
 NO_GRAMMAR = "This model's tokenizer is of a kind that llguidance cannot read."
 
@@ -106,6 +107,7 @@ class TransformersEngine(LoopedEngine):
         self._no_adapters = plan.NO_ADAPTERS if plan.is_spread(spec) else ""  # why there are none
         self._media: MediaEncoder | None = None
         self._modalities: tuple[Modality, ...] = ()
+        self._media_probes: list[Job] = []  # by which the model has shown that it reads media
         self._ranks: Ranks | None = None
         self._sleep_state: SleepState
 
@@ -150,8 +152,11 @@ class TransformersEngine(LoopedEngine):
         info = structs.replace(loaded.info, serves=serves, dialect=dialect, detail=detail)
         if self._no_adapters:
             return info
-        runner = getattr(loaded.runner, "texts", loaded.runner)  # adapters are for texts
-        self._adapters = AdapterManager(model, loaded.attention, runner, self.spec, self)
+        runner = loaded.runner
+        unbatched = getattr(runner, "unbatched", model)  # without hooks of the batches
+        self._adapters = AdapterManager(
+            unbatched, loaded.attention, runner, self.spec, self, self._media_probes
+        )
         with phase("adapters"):
             adapters, refused = self._adapters.load_all(self.spec.adapters)
         return structs.replace(info, adapters=adapters, refused_adapters=refused)
@@ -184,12 +189,13 @@ class TransformersEngine(LoopedEngine):
             if not proofs:
                 return ""
             runner = cast("ImageRunner | ImagesBeside", self._runner)
-            how = runner.place_media([job for jobs in proofs.values() for job in jobs])
+            probes = [job for jobs in proofs.values() for job in jobs]
+            how = runner.place_media(probes)
         except Exception as error:  # of the library's processor or model: texts are served anyway
             for modality in tried:
                 warn_unavailable(self.spec.model, describe_error(error), modality)
             return ""
-        self._media, self._modalities = encoder, tuple(proofs)
+        self._media, self._modalities, self._media_probes = encoder, tuple(proofs), probes
         detail = f"{' and '.join(NOUNS[one] for one in proofs)} {how}"
         log.info("images_prepared", model=self.spec.model, detail=detail)
         return f"; {detail}"
@@ -243,10 +249,11 @@ class TransformersEngine(LoopedEngine):
     def submit(self, job: Job) -> None:
         if isinstance(self._runner, _OTHERS):
             raise Unsupported(NO_TEXT, param="model")
-        if job.media is not None and job.adapter:
-            raise Unsupported(MEDIA_AND_ADAPTER, param="messages")
         adapter = self._adapter_manager().get(job.adapter) if job.adapter else None
-        check_job(job, self._limits, adapter.virtual_tokens if adapter else 0)
+        virtual_tokens = adapter.virtual_tokens if adapter else 0
+        if job.media is not None and virtual_tokens:
+            raise Unsupported(MEDIA_AND_VIRTUAL_TOKENS.format(job.adapter), param="messages")
+        check_job(job, self._limits, virtual_tokens)
         sampling = resolve_sampling(job.params, self._defaults, self._head_size)
         limit = job.params.max_tokens or 1
         ends = ends_of(job, self._eos)

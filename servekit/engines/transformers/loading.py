@@ -103,7 +103,7 @@ def load_from_spec(spec: WorkerSpec, report: Report) -> Loaded:
             kind = "see"
             tokenizer.chat_template = processor.chat_template or tokenizer.chat_template
         with (
-            phase("weights"),
+            phase("weights", file=str(folder)),
             weights.explain_errors(folder, spec),
             _with_all(ranks, folder, threads, kind),
         ):

@@ -37,8 +37,8 @@ class CausalRunner(ABC):
 
     capacity: int
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._mixing = BatchedLora(model)
+    def __init__(self, model: PreTrainedModel, mixing: BatchedLora | None = None) -> None:
+        self.mixing = mixing or BatchedLora(model)
         self._waiting: deque[Row] = deque()
 
     @property
@@ -71,15 +71,15 @@ class CausalRunner(ABC):
 
     def install_adapter(self, adapter: Adapter) -> None:
         """Allow rows with this adapter."""
-        self._mixing.install_adapter(adapter)
+        self.mixing.install_adapter(adapter)
 
     def remove_adapter(self, adapter: Adapter) -> None:
         """Remove an adapter that no row uses any more."""
-        self._mixing.uninstall_adapter(adapter)
+        self.mixing.uninstall_adapter(adapter)
 
     def tensors(self) -> Iterable[Tensor]:
         """Return the adapters' tensors in the model."""
-        return self._mixing.tensors()
+        return self.mixing.tensors()
 
     @abstractmethod
     def make_pages(self) -> None: ...

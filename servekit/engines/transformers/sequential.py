@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from servekit.engines.api.base import StepOutput
 from servekit.engines.transformers import prompt_scores
-from servekit.engines.transformers.lora.batched_lora import Part
+from servekit.engines.transformers.lora.batched_lora import BatchedLora, Part
 from servekit.engines.transformers.request_row import Row
 from servekit.engines.transformers.runner import CausalRunner
 from servekit.engines.transformers.sampling import Sampler, best_tokens
@@ -24,8 +24,14 @@ from servekit.engines.transformers.sampling import Sampler, best_tokens
 class StaticRunner(CausalRunner):
     """Runner of one row while the others wait."""
 
-    def __init__(self, model: PreTrainedModel, capacity: int, chunk: int) -> None:
-        super().__init__(model)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        capacity: int,
+        chunk: int,
+        mixing: BatchedLora | None = None,
+    ) -> None:
+        super().__init__(model, mixing)
         self._model: Any = model
         self._sampler = Sampler()
         self._chunk = chunk
@@ -75,7 +81,7 @@ class StaticRunner(CausalRunner):
     def drop_pages(self) -> None:
         """Free the cache of the last request."""
         self._drop_row()
-        self._mixing.step = None
+        self.mixing.step = None
 
     def close(self) -> None:
         self._drop_row()
@@ -95,10 +101,8 @@ class StaticRunner(CausalRunner):
         """Read the next tokens; return the logits after the last one, float32 [1, vocabulary]."""
         size = self._count_next(row)
         now, self._unread = self._unread[:size], self._unread[size:]
-        adapter = row.adapter
-        own = None if adapter is None else adapter.model
-        model, first = self._model if own is None else own, self._seen == 0
-        self._mixing.lay_out([Part(adapter, self._seen, len(now))])
+        model, first = self._model_of(row), self._seen == 0
+        self.mixing.lay_out_alone(Part(row.adapter, self._seen, len(now)))
         wanted = prompt_scores.find_span(row, 0, self._seen, len(now))
         self._seen += len(now)
         inputs = model.prepare_inputs_for_generation(
@@ -116,6 +120,11 @@ class StaticRunner(CausalRunner):
         self._cache = model._update_model_kwargs_for_generation(outputs, self._cache)
         logits: torch.Tensor = outputs.logits[:, -1].float()
         return logits
+
+    def _model_of(self, row: Row) -> Any:
+        """Return the model that runs a row: the base, or that of its adapter."""
+        own = None if row.adapter is None else row.adapter.model
+        return self._model if own is None else own
 
     @staticmethod
     def _last_logits(model: Any) -> dict[str, int]:

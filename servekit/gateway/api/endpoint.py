@@ -12,6 +12,7 @@ import structlog
 
 from servekit.errors import ModelNotFound, ServekitError
 from servekit.gateway.api.images import has_addresses, list_media
+from servekit.gateway.auth.authorization import ACTING
 from servekit.gateway.generation.generation import (
     Generation,
     GenerationRequest,
@@ -30,7 +31,7 @@ from servekit.gateway.http.asgi import (
     send_json,
     session_of,
 )
-from servekit.gateway.http.request_context import INCOMPLETE
+from servekit.gateway.http.request_context import INCOMPLETE, ORIGIN
 from servekit.gateway.http.response import DisconnectWatcher, Endpoint, Response
 from servekit.gateway.routing.adapter_route import base_of
 from servekit.gateway.routing.router import IncompleteRequest, Router
@@ -64,9 +65,17 @@ async def open_completed(router: Router, request: GenerationRequest) -> Generati
 
         route = router.find(request.model)
         router.access.require_model(route.status.name, base_of(route))
-        router.check_media(route.base, list_media(request.messages))
-        request.messages = await fetch_images(request.messages, rules)
+        router.check_media(route, list_media(request.messages))
+        request.messages = await fetch_images(request.messages, rules, _name_client())
     return await open_generation(router, request)
+
+
+def _name_client() -> str:
+    """Return the key that asks, where keys are needed, else the client's address."""
+    if (caller := ACTING.get()) is not None:
+        return f"key:{caller.rule.name}"
+    origin = ORIGIN.get()
+    return "" if origin is None else f"address:{origin.address}"
 
 
 class GenerationEndpoint:

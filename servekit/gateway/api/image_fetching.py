@@ -4,6 +4,9 @@ A client must not be able to make a gateway ask other servers than those (server
 forgery), so the host of each address, redirects included, has to be allowed, and so has each
 address that its name stands for: the connection is made to the address that was checked.
 Proxies of the environment are not used, as they look names up by themselves.
+
+A gateway fetches few images at once, and a slow host holds each place until the time is over. So a
+client gets no more places than it leaves free, and clients take turns.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ import contextlib
 import ipaddress
 import socket
 import ssl
-from collections.abc import Iterable
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from typing import Any
@@ -25,6 +30,7 @@ from msgspec.structs import replace
 from servekit import __version__
 from servekit.errors import RequestError
 from servekit.gateway.api.images import list_media, read_file
+from servekit.gateway.routing.fair_queue import FairQueue
 from servekit.protocol.access import ImageFetching
 from servekit.protocol.messages import ChatMessage, Media
 
@@ -48,24 +54,26 @@ _HEADERS: dict[bytes | str, bytes | str] = {
     "connection": "close",
 }
 
-#: Names are looked up in threads of their own: a slow server of names holds up nothing else.
-_resolver = ThreadPoolExecutor(4, "names-of-image-hosts")
-_fetches = asyncio.Semaphore(_FETCHES_AT_ONCE)
+#: Names are looked up in threads of their own: a slow server of names holds up nothing else. A
+#: lookup may outlive its fetch by as long as it took.
+_resolver = ThreadPoolExecutor(2 * _FETCHES_AT_ONCE, "names-of-image-hosts")
 
 
 class Refusal(Exception):
     """An image that is not fetched, or cannot be; its text ends a sentence."""
 
 
-async def fetch_images(messages: list[ChatMessage], rules: ImageFetching) -> list[ChatMessage]:
+async def fetch_images(
+    messages: list[ChatMessage], rules: ImageFetching, client: str = ""
+) -> list[ChatMessage]:
     """Return the messages with the images that they name by address.
 
-    Raises RequestError, which names the address, if one is not allowed, does not answer in time, or
-    is no image.
+    `client` is who asks: a key, or an address. Raises RequestError, which names the address, if one
+    is not allowed, does not answer in time, or is no image.
     """
     addresses = {image.address for image in list_media(messages)} - {""}
     room = _Room(rules.max_bytes)
-    fetches = {one: asyncio.ensure_future(_fetch(one, rules, room)) for one in addresses}
+    fetches = {one: asyncio.ensure_future(_fetch(one, rules, room, client)) for one in addresses}
     try:
         async with asyncio.timeout(rules.timeout_s):
             for address, fetch in fetches.items():
@@ -116,8 +124,65 @@ class _Room:
             )
 
 
-async def _fetch(address: str, rules: ImageFetching, room: _Room) -> bytes:
-    async with _fetches:
+class _Waiter:
+    """A fetch that waits for a place, or has one."""
+
+    def __init__(self, client: str) -> None:
+        self.client = client
+        self.granted = asyncio.Event()
+
+
+class Places:
+    """Places for fetches, of which each client may hold as many as it leaves free.
+
+    One client alone has half of them, a second one half of the rest, and so on. What is given back
+    goes to clients that hold the fewest.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._free = count
+        self._held: Counter[str] = Counter()
+        self._waiting: FairQueue[_Waiter] = FairQueue(sys.maxsize)
+
+    @contextlib.asynccontextmanager
+    async def hold(self, client: str) -> AsyncIterator[None]:
+        """Wait for a place, and hold it in this context."""
+        waiter = _Waiter(client)
+        self._waiting.push(waiter, client)
+        self._grant()
+        try:
+            await waiter.granted.wait()
+            yield
+        finally:
+            if not self._waiting.remove(waiter):
+                self._change(client, -1)
+                self._grant()
+
+    def _grant(self) -> None:
+        """Give free places to those that wait, one to each client in turn."""
+        while granted := [one for one in self._waiting.heads() if self._take(one)]:
+            for one in granted:
+                self._waiting.remove(one, turn=True)
+                one.granted.set()
+
+    def _take(self, waiter: _Waiter) -> bool:
+        if self._held[waiter.client] >= self._free:
+            return False
+        self._change(waiter.client, 1)
+        return True
+
+    def _change(self, client: str, count: int) -> None:
+        self._free -= count
+        self._held[client] += count
+        if not self._held[client]:
+            del self._held[client]
+
+
+_places = Places(_FETCHES_AT_ONCE)
+
+
+async def _fetch(address: str, rules: ImageFetching, room: _Room, client: str) -> bytes:
+    async with _places.hold(client):
         url = parse_address(address)
         for _ in range(_REDIRECTS + 1):
             check_host(url, rules)

@@ -399,7 +399,7 @@ async def open_generation(router: Router, request: GenerationRequest) -> Generat
     if route.status.info is None:
         router.access.require_model(route.status.name, base_of(route))
         _check_limits(request, router.access.rules.limits)
-        router.check_media(route.base, list_media(request.messages or ()))
+        router.check_media(route, list_media(request.messages or ()))
         await router.demand.until_known(route, request.timeout_s)
     return Generation(router, request)
 

@@ -13,6 +13,7 @@ from servekit.gateway.routing.request import InflightRequest
 from servekit.protocol import readiness
 from servekit.protocol.adapters import AdapterStatus
 from servekit.protocol.messages import ModelStatus
+from servekit.protocol.types import MODALITIES
 
 #: Interval at which an adapter that is no longer served is checked for remaining calls.
 _LOOK_EVERY_S = 0.05
@@ -28,8 +29,9 @@ class AdapterRoute(NamedRoute):
         named = {"name": adapter.name, "path": adapter.path}
         info = base.status.info
         taken = adapter.info.virtual_tokens if adapter.info is not None else 0
-        if info is not None and taken:
-            info = replace(info, max_context=info.max_context - taken)
+        if info is not None and taken:  # virtual tokens, which have no media beside them
+            serves = tuple(one for one in info.serves if one not in MODALITIES)
+            info = replace(info, max_context=info.max_context - taken, serves=serves)
         created = max(base.status.created, int(adapter.since))
         super().__init__(base, replace(base.status, **named, info=info, created=created))
         self.adapter = adapter

@@ -211,7 +211,7 @@ class Router:
             call.priority = _LAST
         check_task(asked, call, self.models)
         if call.messages is not None and (media := [one for m in call.messages for one in m.media]):
-            self.check_media(route, media)
+            self.check_media(asked, media)
             check_fetched(media)
         if isinstance(asked, AdapterRoute):
             asked.adapt(call)

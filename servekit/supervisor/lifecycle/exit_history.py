@@ -253,6 +253,11 @@ class StartupTiming:
         if self._lives:
             self._lives[-1].died_s = now
 
+    def find_open_file(self) -> str:
+        """Return the file that its newest start reads, or was reading at its end; "" if none."""
+        phases = self._lives[-1].phases if self._lives else []
+        return next((one.file for one in reversed(phases) if one.file and one.ended_s is None), "")
+
     def last(self) -> Start | None:
         """Return its newest start; None before the first."""
         return self._lives[-1].start(time.monotonic()) if self._lives else None

@@ -448,7 +448,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
         if said is not None:
             self._died_of = said.message
         else:
-            self._died_of = exit_.explain("" if crashed else " before it was ready")
+            self._died_of = exit_.explain("" if crashed else self._explain_start(exit_))
         if not crashed and UPGRADED not in self._died_of and was_upgraded():
             self._died_of = f"{self._died_of.rstrip('.')}. {UPGRADED}"
         death = self.history.add_exit(exit_, self._describe_child(), self._died_of)
@@ -457,6 +457,11 @@ class ManagedProcess(ABC, Generic[Incoming]):
         if self.circuit is not None:
             self.circuit.died(self.name, self._died_of, fruitful=fruitful, permanent=permanent)
         return after_s
+
+    def _explain_start(self, exit_: Exit) -> str:
+        """Return how far the start came, with the file that a killed process was reading."""
+        file = "" if exit_.signal is None or exit_.out_of_memory else self.starting.find_open_file()
+        return " before it was ready" + (f", while it loaded {file}" if file else "")
 
     def _is_fruitful(self) -> bool:
         if self._ready_at is None:

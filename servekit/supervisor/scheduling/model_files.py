@@ -44,7 +44,7 @@ def problem(model: ModelConfig, path: Path) -> str:
         if model.engine == "llamacpp" and path.is_dir():
             [path] = projector.find_models(path)
         if path.is_file():
-            return _of_gguf(model, path)
+            return _of_gguf(model, path) or _of_projector(model, path)
         model_folder.check(path)
         return model_folder.lacks_tokenizer(path) or _unknown_folder(model, path)
     except LoadError as error:
@@ -72,6 +72,15 @@ def _of_gguf(model: ModelConfig, path: Path) -> str:
             "engine llamacpp may load it."
         )
     return ""
+
+
+def _of_projector(model: ModelConfig, path: Path) -> str:
+    """Return why llama.cpp cannot load the projector that the options name, if it is here."""
+    named = model.options.get("mmproj")
+    if model.engine != "llamacpp" or not named or not (file := Path(str(named))).is_file():
+        return ""
+    fault = projector.find_fault(read_header(file), read_header(path, part=True))
+    return f"options.mmproj: {file} {fault}." if fault else ""
 
 
 def _unknown_folder(model: ModelConfig, folder: Path) -> str:

@@ -220,9 +220,10 @@ def write_qwen2_audio(folder: Path, tokenizer_from: Path, hears_s: int = 2) -> P
         audio_token_index=tokenizer.convert_tokens_to_ids(names[0]),
     )
     _save_loud(LIBRARY.Qwen2AudioForConditionalGeneration, config, folder)
-    file, doubled = folder / "model.safetensors", "model.model."
+    file, doubled = folder / "model.safetensors", "language_model.model.model."  # 5.19 writes that
     named = {
-        name.replace(doubled, "model."): weights  # as in published models, which vLLM knows
+        # as in published models, which vLLM knows
+        name.replace(doubled, "language_model.model."): weights
         for name, weights in load_file(file).items()
     }
     save_file(named, file, metadata={"format": "pt"})

@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 
 from servekit.model_metadata.gguf import Header
-from servekit.model_metadata.projector import estimate_bytes, find_models, find_projectors
+from servekit.model_metadata.projector import (
+    estimate_bytes,
+    find_fault,
+    find_models,
+    find_projectors,
+)
 
 
 def test_projectors_are_no_models(tmp_path: Path) -> None:
@@ -49,3 +54,84 @@ def test_ears() -> None:
 @pytest.mark.parametrize("odd", [{}, {"vision__image_size": "x", "vision__patch_size": None}])
 def test_a_header_that_says_nothing(odd: dict[str, Any]) -> None:
     assert estimate_bytes(header("gemma3", **odd)) == 1000
+
+
+# ---------------------------------------------------------------- faults
+
+
+def whole(metadata: dict[str, Any] | None = None, **shapes: tuple[int, ...] | None) -> Header:
+    """A whole projector of two layers, with other metadata and tensors (None: without)."""
+    eyes: dict[str, Any] = {
+        "image_size": 32,
+        "patch_size": 8,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+        "embedding_length": 16,
+        "feed_forward_length": 64,
+        "block_count": 2,
+        "projection_dim": 24,
+        "attention.head_count": 4,
+        "attention.layer_norm_epsilon": 1e-6,
+        "projector.scale_factor": 2,
+    }
+    stated = {"clip.projector_type": "idefics3", "clip.has_vision_encoder": True}
+    stated |= {f"clip.vision.{key}": value for key, value in eyes.items()} | (metadata or {})
+    tensors: dict[str, Any] = {
+        f"v.blk.{n}.{part}.weight": (16, 16) for n in range(2) for part in ("attn_q", "ffn_up")
+    }
+    tensors |= {f"v.blk.{n}.ln1.weight": (16,) for n in range(2)}
+    tensors |= {"v.patch_embd.weight": (8, 8, 3, 16), "mm.model.fc.weight": (64, 24)}
+    tensors |= {name.replace("__", "."): shape for name, shape in shapes.items()}
+    kept = {name: shape for name, shape in tensors.items() if shape is not None}
+    known = {key: value for key, value in stated.items() if value != "none"}
+    return Header("clip", len(kept), 1, {}, known, shapes=kept)
+
+
+MODEL = Header("llama", 1, 1, {}, {"llama.embedding_length": 24})
+
+
+def test_a_whole_projector_has_no_fault() -> None:
+    assert find_fault(whole(), MODEL) == find_fault(whole()) == ""
+    fewer = {"clip.vision.block_count": 1}  # the last layer is not used, as of LLaVA's
+    assert find_fault(whole(fewer), MODEL) == ""
+    uneven = {"clip.projector_type": "something-newer"}
+    assert find_fault(whole(uneven, v__blk__1__attn_q__weight=None), MODEL) == ""
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("block_count", "none", "is damaged: it has no clip.vision.block_count"),
+        ("block_count", 3, "is damaged: it has no tensor v.blk.2.attn_q.weight"),
+        ("patch_size", 0, "is damaged: its clip.vision.patch_size is 0"),
+        ("patch_size", 16, "its tensor for patches (8, 8, 3, 16)"),
+        ("patch_size", "x", "is damaged: its clip.vision.patch_size is 'x'"),
+        ("image_mean", [0.5], "is damaged: its clip.vision.image_mean has to be three numbers"),
+        ("image_std", None, "is damaged: its clip.vision.image_std has to be three numbers"),
+        ("embedding_length", 32, "v.blk.0.ln1.weight has 16 numbers, and its layers have 32"),
+        ("attention.head_count", 5, "attention.head_count is 5, and its width 16"),
+        ("projector.scale_factor", 1026, "projector.scale_factor is 1026"),
+        ("projector.scale_factor", "none", "projector.scale_factor is None"),
+    ],
+)
+def test_what_a_projector_says_of_itself(key: str, value: Any, said: str) -> None:
+    assert said in find_fault(whole({f"clip.vision.{key}": value}), MODEL)
+
+
+@pytest.mark.parametrize(
+    "name", ["v.patch_embd.weight", "v.blk.1.attn_q.weight", "v.blk.0.ffn_up.weight"]
+)
+def test_a_tensor_that_is_not_there(name: str) -> None:
+    found = find_fault(whole(**{name.replace(".", "__"): None}), MODEL)
+    assert found == f"is damaged: it has no tensor {name}"
+
+
+def test_a_projector_of_another_model() -> None:
+    wider = whole(mm__model__fc__weight=(64, 32))
+    assert find_fault(wider) == ""
+    assert find_fault(wider, MODEL) == (
+        "belongs to another model: it makes embeddings of 32 numbers, and this model's have 24"
+    )
+    assert "is no projector: it is a model of the architecture 'llama'" in find_fault(MODEL)
+    neither = find_fault(whole({"clip.has_vision_encoder": False}))
+    assert neither.startswith("reads neither images nor recordings")

@@ -148,6 +148,11 @@ class ContinuousRunner(CausalRunner):
         if self._step_options is not None and self._step_options.speculator is not None:
             yield from self._step_options.speculator.proposer.tensors()
 
+    def install_adapter(self, adapter: Adapter) -> None:
+        super().install_adapter(adapter)
+        if adapter.model is not None and self._images is not None:
+            self._images.attach(adapter.model)
+
     def remove_adapter(self, adapter: Adapter) -> None:
         super().remove_adapter(adapter)
         self._sampling.drop_rows()
@@ -207,7 +212,7 @@ class ContinuousRunner(CausalRunner):
         return outputs
 
     def _decode_step(self, decoder: DecodeLoop) -> list[tuple[Row, StepOutput]]:
-        self._mixing.step = None  # rows in the decode loop have no adapter
+        self.mixing.step = None  # rows in the decode loop have no adapter
         if self._images is not None:
             self._images.clear()  # and have read their images
         outputs = decoder.step()
@@ -316,7 +321,7 @@ class ContinuousRunner(CausalRunner):
         return Row(f"warm-up {first}", job, Sampling(0.0), frozenset(), 1)
 
     def drop_pages(self) -> None:
-        self._mixing.step = None
+        self.mixing.step = None
         if self._images is not None:
             self._images.clear()
         self._sampling.drop_rows()
@@ -384,7 +389,7 @@ class ContinuousRunner(CausalRunner):
             )
         adapters = [self._rows[future.state.request_id].adapter for future in batch]
         parts = zip(adapters, pasts, queries, strict=True)
-        self._mixing.lay_out([Part(*part) for part in parts])
+        self.mixing.lay_out([Part(*part) for part in parts])
         if self._images is not None:
             images = [self._rows[future.state.request_id].images for future in batch]
             placed = zip(images, pasts, queries, strict=True)

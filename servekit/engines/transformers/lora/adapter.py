@@ -26,7 +26,8 @@ class Adapter:
     """An adapter in one of its three modes.
 
     mixed: `factors` by module name, or a `prompt` of virtual tokens; runs in the base's own steps.
-    grouped, merged: a separate `model`, which runs instead of the base in separate steps.
+    grouped, merged: a separate `model`, which runs instead of the base in separate steps. Of models
+    with eyes or ears, `plain` are the same modules with the attention that the base came with.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Adapter:
     factors: dict[str, Factors] = field(default_factory=dict)
     prompt: Tensor | None = None  # [virtual tokens, hidden size]
     model: Any | None = None
+    plain: Any | None = None
 
     @property
     def group(self) -> int:

@@ -16,6 +16,7 @@ the layer's own forward unchanged.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -137,6 +138,7 @@ class BatchedLora:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._trees = [model]
         self._layers: dict[str, MixedLayer] = {}
         self._prompts = 0
         self._keys: dict[tuple[int, ...], int] = {}  # by owners, for the installed adapters
@@ -144,9 +146,25 @@ class BatchedLora:
         self._embedding: _Wrapped | None = None
         self.step: BatchLayout | None = None
 
+    def add_tree(self, tree: nn.Module) -> None:
+        """Let adapters run in a second tree of the model's modules, too; none is installed yet.
+
+        The trees run in turns, and each pass has its own layout.
+        """
+        self._trees.append(tree)
+
     def lay_out(self, parts: Sequence[Part]) -> None:
         """Set the layout of the next forward pass."""
         self.step = BatchLayout.build(parts)
+
+    def lay_out_alone(self, part: Part) -> None:
+        """Set the layout of a forward pass of one request.
+
+        Its adapter gets all rows of each layer: those of a vision tower are patches, not tokens.
+        """
+        self.lay_out([part])
+        if self.step is not None:
+            self.step.runs = [(uid, 0, sys.maxsize) for uid, _, _ in self.step.runs]
 
     def install_adapter(self, adapter: Adapter) -> None:
         """Install an adapter; on an exception nothing of it remains."""
@@ -195,7 +213,8 @@ class BatchedLora:
 
     def _mixed_layer(self, name: str) -> MixedLayer:
         if name not in self._layers:
-            self._layers[name] = MixedLayer(self, self._model.get_submodule(name))
+            modules = [tree.get_submodule(name) for tree in self._trees]
+            self._layers[name] = MixedLayer(self, modules)
         return self._layers[name]
 
     def _wrap_embedding(self) -> None:
@@ -233,14 +252,15 @@ class _Wrapped:
 
 
 class MixedLayer:
-    """A linear layer of the base, with the factors of its adapters."""
+    """A linear layer of the base, in each tree of modules, with the factors of its adapters."""
 
-    def __init__(self, mixing: BatchedLora, module: nn.Module) -> None:
+    def __init__(self, mixing: BatchedLora, modules: Sequence[nn.Module]) -> None:
         self._mixing = mixing
         self._factors: dict[int, Factors] = {}
         self._stack: Stack | None = None
-        self._wrapped = _Wrapped(module)
-        self._wrapped.wrap(self._forward_mixed)
+        self._wrapped = [_Wrapped(module) for module in modules]
+        for one in self._wrapped:
+            one.wrap(self._forward_mixed)
 
     def put(self, uid: int, factors: Factors) -> None:
         self._restack_factors(self._factors | {uid: factors})
@@ -255,7 +275,8 @@ class MixedLayer:
             yield from (self._stack.down, self._stack.up)
 
     def unwrap(self) -> None:
-        self._wrapped.unwrap()
+        for one in self._wrapped:
+            one.unwrap()
 
     def _restack_factors(self, factors: dict[int, Factors]) -> None:
         """Copy all factors into one stack, and replace them by views of it to save memory."""

@@ -13,7 +13,7 @@ A failure at any point leaves nothing behind.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
@@ -36,7 +36,11 @@ from servekit.engines.transformers.lora import (
     verify,
 )
 from servekit.engines.transformers.lora.adapter import Adapter
-from servekit.engines.transformers.lora.module_clone import ModuleClones, logits_of
+from servekit.engines.transformers.lora.module_clone import (
+    ModuleClones,
+    clone_modules,
+    logits_of,
+)
 from servekit.engines.transformers.request_row import Row
 from servekit.errors import RequestError
 from servekit.protocol.adapters import AdapterInfo, AdapterSpec
@@ -61,9 +65,12 @@ class AdapterManager(AdapterTable[Adapter]):
         runner: Any,
         spec: WorkerSpec,
         engine: TransformersEngine,
+        media: Sequence[Job] = (),
     ) -> None:
+        """`media` are prompts with images or recordings, by which the model was proved."""
         super().__init__()
         self._model = model
+        self._media = media
         self._attention = attention
         self._runner = runner
         self._spec = spec
@@ -83,12 +90,18 @@ class AdapterManager(AdapterTable[Adapter]):
             )
             if not spec.any_base:
                 config_checks.require_base(found.config, self._names, self._spec.model)
-            skeletons = self._skeletons or ModuleClones(self._model, self._attention)
-            self._skeletons = skeletons
+            skeletons = self._skeletons = self._skeletons or self._clone_base()
             with peft_model.explain_errors(self._spec.model), skeletons.unchanged():
                 return self._build_adapter(spec, found, skeletons)
         finally:
             self._collect_garbage()
+
+    def _clone_base(self) -> ModuleClones:
+        if not self._media:
+            return ModuleClones(self._model, self._attention)
+        made: list[ModuleClones] = []  # between steps: the reader of images hooks the modules
+        self._engine.between_steps(lambda: made.append(ModuleClones(self._model, self._attention)))
+        return made[0]
 
     def drop_adapter(self, name: str) -> None:
         """Unload an adapter, as `Engine.unload_adapter`."""
@@ -113,7 +126,8 @@ class AdapterManager(AdapterTable[Adapter]):
         self, spec: AdapterSpec, found: adapter_files.AdapterFiles, skeletons: ModuleClones
     ) -> AdapterInfo:
         peft, kind = peft_model.build_peft_model(found, skeletons, self._spec.model)
-        alone = verify.verify_alone(peft, skeletons, self._vocab_size, self._tolerance)
+        media = () if kind in batching_mode.PROMPTS else self._media
+        alone = verify.verify_alone(peft, skeletons, self._vocab_size, self._tolerance, media)
         choice = batching_mode.choose_mode(kind, peft, skeletons)
         parameters = sum(t.numel() for t in skeletons.own_tensors(peft) if t.is_floating_point())
         figures = dict(alone.figures)
@@ -154,12 +168,15 @@ class AdapterManager(AdapterTable[Adapter]):
     ) -> dict[str, float]:
         """Install an adapter in the running model, verify it there, and serve it."""
         if adapter.model is not None:
-            _prepare_paged(adapter.model, self._runner)
+            adapter.plain = clone_modules(adapter.model) if self._media else None
+            _prepare_paged(adapter.model, getattr(self._runner, "texts", self._runner))
         if self._model.device.type == "cuda":
             torch.cuda.synchronize()  # written on this thread's stream, read on the engine's
         self._engine.between_steps(lambda: self._runner.install_adapter(adapter))
         try:
             figures, said = self._try_in_batch(adapter, peft, alone, skeletons)
+            if alone.media:
+                figures["media_error"] = self._try_media(adapter, peft, alone)
         except BaseException:
             self._engine.between_steps(lambda: self._runner.remove_adapter(adapter))
             raise
@@ -195,9 +212,35 @@ class AdapterManager(AdapterTable[Adapter]):
         said = _said_by(own[-1])
         return figures, verify.PromptOutput(said.completion, said.logits.cpu())
 
+    def _try_media(self, adapter: Adapter, peft: Any, alone: verify.AdapterOutput) -> float:
+        rows = [self._row_of(adapter, one.job) for one in alone.media]
+        self._engine.run_rows(rows)
+        plain = adapter.plain or adapter.model or peft.get_base_model()
+        errors = []
+        for row, before in zip(rows, alone.media, strict=True):
+            if not row.noted:
+                raise RequestError(
+                    "The model cannot read an image or a recording with the adapter.",
+                    param=adapter_files.PARAM,
+                )
+            expected = [
+                verify.logits_after_media(plain, before.job, row.completion[:done])
+                for done in range(len(row.noted))
+            ]
+            said = _said_by(row).logits
+            errors.append(
+                verify.verify_batched(
+                    [said], [torch.stack(expected)], before.effect, self._tolerance
+                )
+            )
+        return max(errors)
+
     def _probe_row(self, adapter: Adapter | None, length: int) -> Row:
         ids = verify.probe_prompt(length, self._vocab_size)
-        job = Job(-next(self._uids), ids, SamplingParams(max_tokens=verify.TOKENS))
+        return self._row_of(adapter, Job(0, ids, SamplingParams(max_tokens=verify.TOKENS)))
+
+    def _row_of(self, adapter: Adapter | None, job: Job) -> Row:
+        job = replace(job, id=-next(self._uids))
         row = Row(f"probe{job.id}", job, Sampling(temperature=0.0), frozenset(), verify.TOKENS)
         row.adapter, row.noted = adapter, []
         return row

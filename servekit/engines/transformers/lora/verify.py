@@ -3,20 +3,23 @@
 Alone:
 - every tensor is finite and on the worker's device (`peft_model.build_peft_model`);
 - its layers have an effect, are accurate, and can be merged (`check_layers`);
-- the model's output with the adapter is finite and differs from the base's;
+- the model's output with the adapter is finite and differs from the base's, for a text, or for an
+  image or a recording if the model reads them;
 - merged, if that is its mode, the model gives the same output as unmerged;
 - if it has its own model, that gives the same output in the paged cache (`manager`).
 
-In the engine's own batch, beside the base and other adapters, while the engine serves: two prompts
-give the same output as alone, and the base and the other adapters give the same output as before.
+In the engine's own batch, beside the base and other adapters, while the engine serves: two prompts,
+and those with images or recordings, give the same output as alone, and the base and the other
+adapters give the same output as before.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -24,9 +27,11 @@ import structlog
 import torch
 from torch import Tensor, nn
 
+from servekit.engines.api.base import Job
 from servekit.engines.transformers.lora import batching_mode, boft
 from servekit.engines.transformers.lora.adapter_files import PARAM
 from servekit.engines.transformers.lora.module_clone import ModuleClones, logits_of
+from servekit.engines.transformers.vision.image_runner import ImageRunner
 from servekit.errors import RequestError
 
 log: Any = structlog.get_logger(__name__)
@@ -100,6 +105,16 @@ class AdapterOutput:
     logits: Tensor  # float32 [tokens, vocabulary], after the longer prompt
     effect: float  # relative to the base's logits
     figures: dict[str, float]
+    media: tuple[MediaOutput, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MediaOutput:
+    """Output after a prompt with an image or a recording: logits, float32 [vocabulary]."""
+
+    job: Job
+    logits: Tensor
+    effect: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,38 +131,56 @@ def probe_prompt(length: int, vocab_size: int) -> list[int]:
 
 
 def verify_alone(
-    model: Any, skeletons: ModuleClones, vocab_size: int, tolerance: Tolerance
+    model: Any,
+    skeletons: ModuleClones,
+    vocab_size: int,
+    tolerance: Tolerance,
+    media: Sequence[Job] = (),
 ) -> AdapterOutput:
-    """Verify a PeftModel alone. Raises RequestError with the failed check."""
+    """Verify a PeftModel alone, also with prompts of media. Raises RequestError."""
     ids = probe_prompt(LENGTHS[-1], vocab_size)
     said: list[Tensor] = []
-
-    def run() -> None:
-        said.append(logits_of(model, ids, len(ids)))
-
-    figures = check_layers(model, run, tolerance)
-    logits, base = said[0], logits_of(skeletons.base, ids, len(ids))
-    if not torch.isfinite(logits).all():
+    runs = [lambda: said.append(logits_of(model, ids, len(ids)))]
+    runs += [partial(_append_logits, said, model, job) for job in media]
+    figures = check_layers(model, runs, tolerance)
+    if not all(torch.isfinite(logits).all() for logits in said):
         raise RequestError("The model's logits are NaN or Inf with the adapter.", param=PARAM)
-    effect = relative_error(logits, base)
-    if effect == 0:
+    effect = relative_error(said[0], logits_of(skeletons.base, ids, len(ids)))
+    seen = tuple(
+        MediaOutput(job, logits, relative_error(logits, logits_after_media(skeletons.base, job)))
+        for job, logits in zip(media, said[1:], strict=True)
+    )
+    if not any((effect, *(one.effect for one in seen))):
         raise RequestError(
             "The adapter has no effect: the model's output is the same without it.", param=PARAM
         )
-    return AdapterOutput(logits, effect, figures | {"effect": effect})
+    return AdapterOutput(said[0], effect, figures | {"effect": effect}, seen)
+
+
+def _append_logits(said: list[Tensor], model: Any, job: Job) -> None:
+    try:
+        said.append(logits_after_media(model.get_base_model(), job))
+    except RequestError:  # of logits that are no numbers: `check_layers` names the layer
+        said.append(torch.tensor([torch.nan]))
+
+
+def logits_after_media(model: Any, job: Job, tokens: Sequence[int] = ()) -> Tensor:
+    """Return the logits after a prompt with media and further tokens, float32 [vocabulary]."""
+    return ImageRunner(model, capacity=0).logits_after(job, tokens)
 
 
 def verify_merged(
     model: Any, before: AdapterOutput, vocab_size: int, tolerance: Tolerance
 ) -> dict[str, float]:
     """Compare a merged model with its output before merging. Raises RequestError."""
+    how = "merged into the weights"
     ids = probe_prompt(LENGTHS[-1], vocab_size)
     found = relative_error(logits_of(model, ids, len(ids)), before.logits)
-    return {
-        "merged_error": _require_agreement(
-            found, before.effect, tolerance, "merged into the weights"
-        )
-    }
+    errors = [_require_agreement(found, before.effect, tolerance, how)]
+    for one in before.media:
+        found = relative_error(logits_after_media(model, one.job), one.logits)
+        errors.append(_require_agreement(found, one.effect, tolerance, how))
+    return {"merged_error": max(errors)}
 
 
 def verify_batched(
@@ -180,7 +213,8 @@ def verify_undisturbed(
 
 
 def _require_agreement(found: float, effect: float, tolerance: Tolerance, how: str) -> float:
-    allowed = tolerance.allowed(effect)
+    # Without an effect, as one on images alone has on texts, there is nothing to be lost.
+    allowed = tolerance.allowed(effect) if effect else tolerance.logits
     if not found <= allowed:
         raise RequestError(
             f"The adapter's output differs {how}: its logits are {found:.1e} off, "
@@ -204,10 +238,13 @@ class Seen:
 
 
 @torch.no_grad()
-def check_layers(model: Any, run: Callable[[], object], tolerance: Tolerance) -> dict[str, float]:
-    """Run a PeftModel by `run` and compare its layers; return the measurements by name.
+def check_layers(
+    model: Any, runs: Sequence[Callable[[], object]], tolerance: Tolerance
+) -> dict[str, float]:
+    """Run a PeftModel by `runs` and compare its layers; return the measurements by name.
 
-    The inputs of each layer in one forward pass are recorded and passed again to
+    The inputs of each layer in the first forward pass that reaches it are recorded and passed again
+    to
 
     - the layer that it wraps: an output of zeros, NaN or Inf is then the adapter's fault;
     - a merged copy of the layer;
@@ -215,7 +252,9 @@ def check_layers(model: Any, run: Callable[[], object], tolerance: Tolerance) ->
 
     Raises RequestError with the name of the first wrong layer, or if no layer has any effect.
     """
-    seen = _record_layers(model, run)
+    seen: list[Seen] = []
+    for run in runs:
+        seen += _record_layers(model, run, {one.name for one in seen})
     _require_alive(seen)
     if seen and all(torch.equal(one.made, _base_output(one)) for one in seen):
         raise RequestError(
@@ -238,11 +277,13 @@ def check_layers(model: Any, run: Callable[[], object], tolerance: Tolerance) ->
     return figures
 
 
-def _record_layers(model: Any, run: Callable[[], object]) -> list[Seen]:
+def _record_layers(model: Any, run: Callable[[], object], known: Collection[str]) -> list[Seen]:
+    """Return what the layers do in a run, without those of the names that are known."""
     seen: list[Seen] = []
     handles = [
         layer.register_forward_hook(_make_recorder(name, seen))
         for name, layer in batching_mode.tuner_layers(model)
+        if name not in known
     ]
     try:
         run()

@@ -35,11 +35,15 @@ class _Step:
 
 
 class BatchedImages:
-    """Installer of images into the batches of a model; used only between steps."""
+    """Installer of images into the batches of a model and of its adapters; used between steps."""
 
     def __init__(self, model: Any) -> None:
         self._device = model.device
         self._step: _Step | None = None
+        self.attach(model)
+
+    def attach(self, model: Any) -> None:
+        """Install images into the batches that this model runs, too: an adapter's own."""
         model.get_input_embeddings().register_forward_hook(self._put_rows)
         model.get_decoder().register_forward_pre_hook(self._put_arguments, with_kwargs=True)
 

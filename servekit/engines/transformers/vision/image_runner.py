@@ -19,6 +19,8 @@ from servekit.engines.api.base import Job, StepOutput
 from servekit.engines.text.sampling_params import Sampling
 from servekit.engines.transformers.batching import self_check
 from servekit.engines.transformers.batching.continuous import ContinuousRunner
+from servekit.engines.transformers.lora.adapter import Adapter
+from servekit.engines.transformers.lora.batched_lora import BatchedLora, Part
 from servekit.engines.transformers.request_row import Row
 from servekit.engines.transformers.runner import CausalRunner
 from servekit.engines.transformers.sequential import StaticRunner
@@ -42,8 +44,10 @@ class ImageRunner(StaticRunner):
     images in it. The tokens of another worker are read one by one, as they were generated.
     """
 
-    def __init__(self, model: PreTrainedModel, capacity: int) -> None:
-        super().__init__(model, capacity, chunk=0)
+    def __init__(
+        self, model: PreTrainedModel, capacity: int, mixing: BatchedLora | None = None
+    ) -> None:
+        super().__init__(model, capacity, chunk=0, mixing=mixing)
         self._begun = False  # the row's prompt has been read
 
     def step(self) -> list[tuple[Row, StepOutput]]:
@@ -97,10 +101,13 @@ class ImageRunner(StaticRunner):
 
     def _prepare_first(self, row: Row) -> dict[str, Any]:
         """Return the model's arguments for the prompt, beside its ids."""
-        own = None if row.adapter is None else row.adapter.model
-        model: Any = self._model if own is None else own
+        model = self._model_of(row)
         ids = torch.tensor([row.context[: self._count_next(row)]], device=model.device)
         return prepare_inputs(model, ids, row.job.media)
+
+    def _model_of(self, row: Row) -> Any:
+        plain = None if row.adapter is None else row.adapter.plain
+        return super()._model_of(row) if plain is None else plain
 
 
 class ImagesBeside:
@@ -114,7 +121,7 @@ class ImagesBeside:
         """`model` is a tree of modules that no batch has changed, that of `alone`."""
         self.texts = texts
         self._alone = alone
-        self._model = model
+        self.unbatched = model
         self._reader = ImageReader(model)
         self._batches = False
         self.capacity = texts.capacity
@@ -145,6 +152,14 @@ class ImagesBeside:
         """Run a step of the batch, and one of the request with images that has its turn."""
         busy = [one for one in (self.texts, self._alone) if one.running or one.waiting]
         return list(chain.from_iterable(one.step() for one in busy))
+
+    def install_adapter(self, adapter: Adapter) -> None:
+        """Allow rows with this adapter."""
+        self.texts.install_adapter(adapter)
+
+    def remove_adapter(self, adapter: Adapter) -> None:
+        """Remove an adapter that no row uses any more."""
+        self.texts.remove_adapter(adapter)
 
     def tensors(self) -> Iterable[Tensor]:
         return self.texts.tensors()
@@ -198,17 +213,23 @@ class ImagesBeside:
             for done, found in enumerate(batched[row.key]):
                 alone = self._alone.logits_after(row.job, row.completion[:done])
                 errors.append(self_check.relative_error(found, alone))
-        self_check.check_errors(self._model, errors)
+        self_check.check_errors(self.unbatched, errors)
 
     def _read_images(self, row: Row) -> StepOutput | None:
+        adapter = row.adapter
+        own = None if adapter is None else adapter.plain
+        reader = self._reader if own is None else ImageReader(own)
+        self.texts.mixing.lay_out_alone(Part(adapter, 0, len(row.job.prompt_ids)))
         try:
-            row.images = self._reader.read_images(row.job)
+            row.images = reader.read_images(row.job)
         except NotBatchable:
             self._alone.add(row)
         except Exception as error:
             if (output := _refuse(row, error, begun=False)) is None:
                 raise
             return output
+        finally:
+            self.texts.mixing.step = None
         return None
 
     def _runner_of(self, row: Row) -> CausalRunner:
@@ -238,5 +259,6 @@ def add_images(
     `twin` is a second tree of the model's modules, with the attention that the model came with.
     """
     if isinstance(texts, ContinuousRunner):
-        return ImagesBeside(texts, ImageRunner(twin, texts.capacity), twin)
+        texts.mixing.add_tree(twin)
+        return ImagesBeside(texts, ImageRunner(twin, texts.capacity, texts.mixing), twin)
     return ImageRunner(model, texts.capacity)

@@ -198,7 +198,7 @@ class Responses:
             await asked.complete(asked)
         route = self._router.find(asked.model)
         self._router.access.require_model(route.status.name, base_of(route))
-        self._router.check_media(route.base, list_media(asked.messages or ()))
+        self._router.check_media(route, list_media(asked.messages or ()))
         shown = encoder.encode_queued(asked, route.status.name)
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         for name in ("input", "previous_response_id", "background"):

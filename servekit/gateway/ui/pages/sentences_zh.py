@@ -17,6 +17,7 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
     ),
     (r"exit code (\d+)", "退出码 {0}"),
     (r"exit code (\d+): (.+)", "退出码 {0}：{1}"),
+    (r"(.+) before it was ready, while it loaded (.+)", "{0}（就绪之前，正在加载 {1}）"),
     (r"(.+) before it was ready", "{0}（就绪之前）"),
     (r"(.+) before it was ready: (.+)", "{0}（就绪之前）：{1}"),
     (

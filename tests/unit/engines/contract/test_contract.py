@@ -529,7 +529,7 @@ def test_sleep_changes_nothing_that_it_says(engine: Running, reference: list[int
 
 @pytest.mark.parametrize(
     "stated",
-    [{"temperature": 0.0}, {"temperature": 5.0}, {"temperature": 5.0, "top_k": 1}],
+    [{"temperature": 0.0}, {"temperature": 2.0}, {"temperature": 2.0, "top_k": 1}],
     ids=lambda stated: "-".join(map(str, stated.values())),
 )
 def test_the_files_defaults_are_those_of_a_request(

@@ -108,7 +108,7 @@ def test_the_token_of_an_image_is_no_image(seeing: Seeing) -> None:
     ids = encode(seeing, ONE)
     mark = max(set(ids), key=ids.count)
     assert len(seeing.answer(ONE, emitted=[mark, mark])) == TOKENS - 2
-    named = "".join(seeing.engine._images._marks)
+    named = "".join(seeing.engine._media._marks["images"])
     assert len(seeing.answer([say("user", f"What is {named}?")])) == TOKENS
     with pytest.raises(RequestError, match="stands for an image in this model's prompts"):
         seeing.ask([say("user", named, RED)])

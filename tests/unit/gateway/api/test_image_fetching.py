@@ -14,11 +14,12 @@ import pytest
 
 from servekit.errors import RequestError
 from servekit.gateway.api import image_fetching
-from servekit.gateway.api.image_fetching import fetch_images, is_public
+from servekit.gateway.api.image_fetching import Places, fetch_images, is_public
 from servekit.protocol.access import ImageFetching
 from servekit.protocol.messages import ChatMessage, Media
 from tests.integration import certificates
 from tests.unit.gateway.api.test_images import make_file
+from tests.unit.gateway.conftest import until
 
 PICTURE = make_file("PNG")
 Answer = Callable[[str, asyncio.StreamWriter], Awaitable[None]]
@@ -175,6 +176,66 @@ async def test_the_images_of_a_request_share_the_room(server: Server) -> None:
     await fetch_images([message], rules(server, max_bytes=3 * len(PICTURE)))
     with pytest.raises(RequestError, match="larger than"):
         await fetch_images([message], rules(server, max_bytes=3 * len(PICTURE) - 1))
+
+
+def slow_message(server: Server, count: int, name: str = "") -> ChatMessage:
+    slow = [f"http://127.0.0.1:{server.port}/slow?{name}{number}" for number in range(count)]
+    return ChatMessage("user", "", media=tuple(Media(b"", "", address=one) for one in slow))
+
+
+async def test_one_client_cannot_take_the_places_of_others(server: Server) -> None:
+    """While it waits for a slow host with all that it may have, others get theirs at once."""
+    allowed = rules(server, timeout_s=60)
+    greedy = [
+        asyncio.ensure_future(fetch_images([slow_message(server, 10, f"{n}-")], allowed, "greedy"))
+        for n in range(10)
+    ]
+    await until(lambda: len(server.requests) == 16)
+    named = Media(b"", "", address=f"http://127.0.0.1:{server.port}/picture")
+    message = ChatMessage("user", "", media=(named,))
+    for number in range(20):
+        async with asyncio.timeout(5):
+            await fetch_images([message], allowed, f"other {number}")
+    assert sum("/slow" in one for one in server.requests) == 16
+    for one in greedy:
+        one.cancel()
+    await asyncio.gather(*greedy, return_exceptions=True)
+    async with asyncio.timeout(5):
+        await fetch_images([message], allowed, "greedy")
+    assert image_fetching._places._free == 32 and not image_fetching._places._held
+
+
+async def test_places_go_round_as_they_are_given_back() -> None:
+    places, order, held = Places(4), list[str](), list[asyncio.Task[None]]()
+
+    async def take(client: str, done: asyncio.Event) -> None:
+        async with places.hold(client):
+            order.append(client)
+            await done.wait()
+
+    first = [asyncio.Event() for _ in range(2)]
+    held += [asyncio.ensure_future(take("a", done)) for done in first]
+    await until(lambda: len(order) == 2)
+    waiting = {
+        name: [asyncio.ensure_future(take(name, asyncio.Event())) for _ in range(5)]
+        for name in ("a", "b", "c")
+    }
+    await until(lambda: len(order) == 4)
+    assert order == ["a", "a", "b", "c"]
+    gone = waiting["b"].pop()
+    gone.cancel()
+    first[0].set()
+    await until(lambda: places._free == 1)  # which nobody who has a place already gets
+    newcomer = asyncio.ensure_future(take("d", asyncio.Event()))
+    await until(lambda: order[4:] == ["d"])
+    first[1].set()
+    await until(lambda: order[5:] == ["a"])
+    held.append(newcomer)
+    held += [one for many in waiting.values() for one in many]
+    for one in held:
+        one.cancel()
+    await asyncio.gather(*held, gone, return_exceptions=True)
+    assert places._free == 4 and not places._held and not len(places._waiting)
 
 
 async def test_hosts_that_are_not_allowed_are_not_asked(server: Server) -> None:

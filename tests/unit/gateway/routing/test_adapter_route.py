@@ -10,7 +10,13 @@ import pytest
 from msgspec.structs import replace
 
 from servekit.config.keys import fast_digest
-from servekit.errors import Forbidden, InvalidKey, ModelNotFound, ModelUnavailable
+from servekit.errors import (
+    Forbidden,
+    InvalidKey,
+    ModelNotFound,
+    ModelUnavailable,
+    Unsupported,
+)
 from servekit.gateway.app import Application
 from servekit.gateway.auth.authorization import ACTING
 from servekit.gateway.routing.adapter_route import AdapterRoute
@@ -26,7 +32,9 @@ from servekit.protocol.adapters import (
 )
 from servekit.protocol.messages import (
     AccessRules,
+    ChatMessage,
     KeyRule,
+    Media,
     ModelInfo,
     ModelStatus,
     SamplingParams,
@@ -203,10 +211,35 @@ async def test_how_it_is_listed(service: Service, tmp_path: Path) -> None:
         assert "wrong rank" in refused.text
 
 
-def test_virtual_tokens_take_room_in_its_context() -> None:
-    base = ModelStatus("m", "echo", "-", 7, (), ModelInfo(100, 4, True, "echo", "none", "cpu"))
+def test_virtual_tokens_take_room_in_its_context_and_have_no_media() -> None:
+    known = ModelInfo(100, 4, True, "echo", "none", "cpu", serves=("generate", "images", "audio"))
+    base = ModelStatus("m", "echo", "-", 7, (), known)
     info = AdapterInfo("x", "PROMPT_TUNING", "mixed", "", virtual_tokens=5)
     adapted = AdapterRoute(ModelQueue(base), replace(status(), info=info, since=9.5)).status
     assert adapted.info is not None
     assert adapted.info.max_context == 95
+    assert adapted.info.serves == ("generate",)
     assert adapted.created == 9
+    low_rank = AdapterRoute(ModelQueue(base), status()).status
+    assert low_rank.info == known
+
+
+async def test_media_for_virtual_tokens_are_refused_at_once(
+    service: Service, tmp_path: Path
+) -> None:
+    await up(service, tmp_path)
+    [known] = [one.info for one in service.router.routes["m"].replicas.values()]
+    info = AdapterInfo("x", "PROMPT_TUNING", "mixed", "", virtual_tokens=5)
+    model = service.router.routes["m"].status
+    seeing = replace(known, serves=(*known.serves, "images"))
+    adapters = (replace(status(), info=info), status("y"))
+    service.router.apply_topology(Topology((replace(model, info=seeing, adapters=adapters),)))
+    message = ChatMessage("user", "See", media=(Media(b"", "image/png"),))
+    with pytest.raises(Unsupported, match="of 'x' takes no images; models that do: 'm', 'y'"):
+        service.router.open(replace_messages(ask("x"), message))
+    service.router.open(replace_messages(ask("y"), message)).cancel()
+
+
+def replace_messages(call: InflightRequest, message: ChatMessage) -> InflightRequest:
+    call.messages = [message]
+    return call

@@ -74,6 +74,21 @@ def test_what_it_died_in_stays_open_and_its_end_is_the_next_one_s_beginning() ->
     assert spans(second) == [("back-off", 0.0, 1.0)]
 
 
+def test_the_file_that_it_died_of() -> None:
+    starting = StartupTiming()
+    assert starting.find_open_file() == ""
+    starting = begun()
+    told(starting, "load", 101.0, None)
+    assert starting.find_open_file() == ""
+    told(starting, "weights", 101.0, None, within="load", file="/model.gguf")
+    told(starting, "weights", 101.0, 102.0, within="load", file="/model.gguf")
+    told(starting, "images", 102.0, None, within="load", file="/mmproj.gguf")
+    starting.died(103.0)
+    assert starting.find_open_file() == "/mmproj.gguf"
+    starting.start_record(104.0)
+    assert starting.find_open_file() == ""
+
+
 def test_the_life_now_and_the_one_before_are_kept() -> None:
     starting = begun()
     for died_s in (110.0, 120.0, 130.0):

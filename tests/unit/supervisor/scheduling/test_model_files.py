@@ -46,6 +46,26 @@ def test_a_gguf_that_is_cut_short(tmp_path: Path, engine: str) -> None:
         assert "is not a whole GGUF file" in said and "Fetch it again" in said
 
 
+def test_a_projector_that_is_named(tmp_path: Path) -> None:
+    path, projector = write_tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "mmproj.gguf"
+    asked = model("llamacpp").model_copy(update={"options": {"mmproj": str(projector)}})
+    assert problem(asked, path) == ""  # it is still to be fetched
+    projector.write_bytes(path.read_bytes())
+    assert f"options.mmproj: {projector} is no projector: it is a model" in problem(asked, path)
+    projector.write_bytes(path.read_bytes()[:-1])
+    assert f"{projector} is not a whole GGUF file" in problem(asked, path)
+    writer = gguf.GGUFWriter(projector, "clip")
+    writer.add_clip_has_vision_encoder(True)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    said = problem(asked, path)
+    assert said == (
+        f"options.mmproj: {projector} is damaged: it has no clip.vision.embedding_length."
+    )
+
+
 def test_a_gguf_in_parts(tmp_path: Path) -> None:
     first = tmp_path / "tiny-00001-of-00002.gguf"
     first.write_bytes(write_tiny_gguf(tmp_path / "tiny.gguf").read_bytes())

@@ -61,10 +61,10 @@ class Reference:
         """The ids of the prompt, and those of the greedy answer; made once for all tests."""
         key = (tuple(messages), tokens)
         if key not in self._answers:
-            self._answers[key] = self._generate(messages, tokens)
+            self._answers[key] = self.generate(messages, tokens)
         return self._answers[key]
 
-    def _generate(self, messages: list[ChatMessage], tokens: int) -> tuple[list[int], list[int]]:
+    def generate(self, messages: list[ChatMessage], tokens: int) -> tuple[list[int], list[int]]:
         asked = self.processor.apply_chat_template(
             [
                 {"role": one.role, "content": [_part(part) for part in one.parts]}

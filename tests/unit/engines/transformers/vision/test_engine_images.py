@@ -347,12 +347,6 @@ def test_a_failed_step_ends_the_engine(
         engine.close()
 
 
-def test_adapters_have_no_images(eyes: Seeing) -> None:
-    prompt = eyes.engine.encode_media(ONE, (), {}, False)
-    with pytest.raises(Unsupported, match="with an adapter has no images"):
-        eyes.submit(prompt.ids, media=prompt.inputs, adapter="any")
-
-
 def test_twenty_images(eyes: Seeing) -> None:
     many = [say("user", *[RED, BLUE, WIDE, RED] * 5, "How many?")]
     assert len(eyes.answer(many)) == TOKENS

@@ -30,6 +30,7 @@ def refusal(reason: str, residence: ResidencyStatus | None = None) -> str:
     [
         Exit(None, 9, ()).explain(),
         Exit(None, 9, (), out_of_memory=True).explain(),
+        Exit(None, 11, ()).explain(" before it was ready, while it loaded /模型"),
         Exit(3, None, ("它坏了",)).explain(" before it was ready"),
         "stopped at 05:01:43: unused for 30 s",
         "asleep since 05:01:43: evicted for big, 2.0 GiB needed, 1.0 GiB free",
