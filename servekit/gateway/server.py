@@ -361,6 +361,7 @@ async def serving(
 
     uvicorn's own `serve` is not used, because it would install signal handlers.
     """
+    sweep: Sweep  # of the server, which is made with this
     http = partial(
         Http, hot=hot or {}, max_body_bytes=max_body_bytes, limits=limits, answers=answers,
         envelopes=envelopes, connected=lambda: sweep.start_timer(),

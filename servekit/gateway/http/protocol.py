@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 MOST_BYTES = 8 * 1024
 _END = b"\r\n\r\n"
 _length = re.compile(rb"\r\ncontent-length: ?(\d{1,10})(?=\r\n)", re.IGNORECASE)
+#: Requests with different heads after which a connection's heads are not compared any more.
+OTHER_HEADS = 8
 
 
 class Head(NamedTuple):
@@ -90,6 +92,7 @@ class Http(LimitedProtocol):
         # the last fast response; `cycle` may be a later, pipelined request
         self._exchange: FastResponse | None = None
         self._head: Head | None = None  # of the last parsed request
+        self._other_heads = 0  # requests in a row whose head was not the one before
         #: The holder of the key in the headers, and the callers among which it was found.
         self.holder: tuple[Mapping[str, ApiKey], ApiKey] | None = None
         self._within = False  # a message has begun and is incomplete
@@ -108,11 +111,14 @@ class Http(LimitedProtocol):
         head = self._head
         if head is not None:
             if (body := head.body_of(data)) is not None and self._start_with_known_head(body):
+                self._other_heads = 0
                 return
             self._head = None
+            self._other_heads += 1
         before, at_start = self._exchange, not self._within
         super().data_received(data)
-        if at_start and self._exchange is not before and not self._within:
+        known_to_differ = self._other_heads >= OTHER_HEADS
+        if at_start and self._exchange is not before and not (self._within or known_to_differ):
             self._head = Head.parse(data)
 
     def _start_with_known_head(self, body: bytes) -> bool:
