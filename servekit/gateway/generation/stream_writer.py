@@ -125,8 +125,9 @@ class StreamWriter:
                         response.write(self._encode(text))
             elif self._generation.request.stream:
                 self._write_stream()
-            else:
-                self._write_whole()
+            elif self._response.open and (choices := self._generation.collect_whole()) is not None:
+                body = self._encoder.encode_response(self._generation, choices)
+                self._response.send_json(body)
         except RequestError as error:
             # this may run inside the code that fails the call; its frames hold the error, a cycle
             self._fail(error.with_traceback(None))
@@ -171,10 +172,6 @@ class StreamWriter:
         if place is not None and place != self._place:
             self._place = place
             self._response.write(b": queue position %d\n\n" % place)
-
-    def _write_whole(self) -> None:
-        if self._response.open and (choices := self._generation.collect_whole()) is not None:
-            self._response.send_json(self._encoder.encode_response(self._generation, choices))
 
     def _fail(self, error: ServekitError) -> None:
         if self._ended:

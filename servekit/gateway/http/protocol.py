@@ -137,7 +137,7 @@ class Http(LimitedProtocol):
         exchange: Any = FastResponse(self, handler)
         self._exchange = self.cycle = exchange
         exchange.body = body
-        exchange.begin()
+        exchange.begin_with(handler)
         return True
 
     def refuse(self, error: RequestError) -> None:

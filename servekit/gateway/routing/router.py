@@ -241,7 +241,7 @@ class Router:
         check_media(route, media, self.access.rules.limits.images, self.models)
 
     def _admit(self, route: ModelQueue, call: InflightRequest) -> None:
-        if not INCOMPLETE.get():
+        if self.draining and not INCOMPLETE.get():
             self._check_draining()
         route.check_available()
         now_s = call.created_s
@@ -702,7 +702,8 @@ class Router:
             self._charge(call)
         if call.route is not None:
             call.route.left(call)
-        self._note_idle()
+        if self.draining:
+            self._note_idle()
 
 
 def waiting_of(route: ModelQueue, source: str) -> list[InflightRequest]:

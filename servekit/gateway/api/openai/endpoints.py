@@ -40,7 +40,8 @@ class OpenAI:
 def _parse_chat(body: bytes, key: str) -> tuple[GenerationRequest, ChatEncoder]:
     request = decode(ChatRequest, body)
     check_prompt_logprobs(request)
-    usage = _stream_usage(request.stream_options)
+    options = request.stream_options
+    usage = _NO_USAGE if options is None else _stream_usage(options)
     encoder = ChatEncoder(usage, bool(request.logprobs), request.prompt_logprobs)
     return chat_request(request, key), encoder
 
@@ -49,14 +50,15 @@ def _parse_completion(body: bytes, key: str) -> tuple[GenerationRequest, Complet
     request = decode(CompletionRequest, body)
     prompts = completion_prompts(request)
     check_prompt_logprobs(request)
-    usage = _stream_usage(request.stream_options)
+    options = request.stream_options
+    usage = _NO_USAGE if options is None else _stream_usage(options)
     echo = bool(request.echo)
     encoder = CompletionEncoder(usage, request.logprobs, echo, request.prompt_logprobs)
     return completion_request(request, prompts, key), encoder
 
 
-def _stream_usage(options: StreamOptions | None) -> StreamUsage:
-    if options is None or not options.include_usage:
+def _stream_usage(options: StreamOptions) -> StreamUsage:
+    if not options.include_usage:
         return _NO_USAGE
     return StreamUsage(wanted=True, each=bool(options.continuous_usage_stats))
 
