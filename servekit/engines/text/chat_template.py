@@ -104,6 +104,10 @@ class ChatTemplate:
         generation prompt comes last. Raises RequestError if the template refuses, or if `template`
         has a reserved name.
         """
+        if not (tools or template or continues):
+            text = self._render_plain_turns(messages)
+            if text is not None:
+                return text
         self._check_request(messages, template or {}, continues)
         messages, tools = self._in_words(messages, tools)
         if continues and not messages[-1].content:
@@ -146,19 +150,6 @@ class ChatTemplate:
         continues: bool,
         prompt: bool = True,
     ) -> str:
-        plain = not (tools or template or continues) and all(map(_is_plain, messages))
-        if plain and self._render_plain is not None:
-            return self._render_plain(messages, prompt)
-        return self._apply_by_library(messages, tools, template, continues, prompt)
-
-    def _apply_by_library(
-        self,
-        messages: list[dict[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        template: Mapping[str, Any],
-        continues: bool,
-        prompt: bool,
-    ) -> str:
         return str(
             self._tokenizer.apply_chat_template(
                 messages,
@@ -170,14 +161,32 @@ class ChatTemplate:
             )
         )
 
+    def _render_plain_turns(self, messages: Sequence[ChatMessage]) -> str | None:
+        """Return the text of turns that are a role and a text each; None for others."""
+        if self._render_plain is None or not messages:
+            return None
+        turns = []
+        for one in messages:
+            if one.tool_calls or one.media or one.reasoning is not None:
+                return None
+            if one.name is not None or one.tool_call_id is not None:
+                return None
+            turns.append({"role": one.role, "content": one.content})
+        with suppress(Exception):  # the library's way says what the template refuses
+            return self._render_plain(turns)
+        return None
+
     @cached_property
-    def _render_plain(self) -> Callable[[list[dict[str, Any]], bool], str] | None:
-        """A way to render plain turns in half of the library's time, which copies all that a
+    def _render_plain(self) -> Callable[[list[dict[str, Any]]], str] | None:
+        """A way to render plain turns in a third of the library's time, which copies all that a
         template sees; None if its texts are not the library's.
         """
+        if not self._takes_text:
+            return None
         library = sys.modules.get("transformers.utils.chat_template_utils")
         try:
             compiled = library._compile_jinja_template(self._tokenizer.get_chat_template())  # type: ignore[union-attr]
+            make_context = compiled.environment.context_class
             fixed = {**compiled.globals, "tools": None, "documents": None}
             # transformers 5.23 began to copy what a template sees
             copied = getattr(library, "_plain_template_data", dict)
@@ -185,19 +194,19 @@ class ChatTemplate:
         except Exception:  # there is no template, or it is another library's, or a later version
             return None
 
-        def render(messages: list[dict[str, Any]], prompt: bool) -> str:
+        def render(messages: list[dict[str, Any]]) -> str:
             # As `compiled.render`, which joins the globals anew each time.
-            told = {**fixed, "messages": messages, "add_generation_prompt": prompt}
-            return "".join(compiled.root_render_func(compiled.new_context(told, shared=True)))
+            told = {**fixed, "messages": messages, "add_generation_prompt": True}
+            context = make_context(compiled.environment, told, compiled.name, compiled.blocks)
+            return "".join(compiled.root_render_func(context))
 
-        def by_library(messages: list[dict[str, Any]], prompt: bool) -> str:
-            return self._apply_by_library(messages, (), {}, False, prompt)
+        def render_by_library(messages: list[dict[str, Any]]) -> str:
+            return self._apply_template(messages, (), {}, continues=False)
 
         for roles in _PROBED_ROLES:
             turns = [{"role": role, "content": f"{SENTINEL} {role}"} for role in roles]
-            for prompt in (True, False):
-                if _outcome(render, turns, prompt) != _outcome(by_library, turns, prompt):
-                    return None
+            if _outcome(render, turns) != _outcome(render_by_library, turns):
+                return None
         return render
 
     # ---------------------------------------------------------------- tools in words
@@ -332,15 +341,10 @@ class ChatTemplate:
         return _Form()
 
 
-def _is_plain(message: Mapping[str, Any]) -> bool:
-    """Return whether a message is a role and a text, and nothing else."""
-    return len(message) == 2 and type(message["content"]) is str
-
-
-def _outcome(render: Callable[..., str], turns: list[dict[str, Any]], prompt: bool) -> str:
+def _outcome(render: Callable[..., str], turns: list[dict[str, Any]]) -> str:
     """Return the text of a template, or the error that it raises."""
     try:
-        return render(turns, prompt)
+        return render(turns)
     except Exception as error:  # the template is the model's code, and may raise anything
         return repr(error)
 
