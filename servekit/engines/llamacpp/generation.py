@@ -299,7 +299,7 @@ class GenerationRunner:
             if row is not None and chunk is not None and chunk.failure:
                 why = f"messages: the model cannot read these images or recordings: {chunk.failure}"
                 ended.append((row, StepOutput(row.job.id, [], error=why, param="messages")))
-                self._free_place(place)
+                self.cancel(row)  # no more of it is encoded
         return ended
 
     def _wait_for_embeddings(self) -> bool:

@@ -328,6 +328,29 @@ def test_an_encoding_that_hangs_is_no_progress(
     assert_alive(eyes)
 
 
+def test_no_more_is_encoded_of_what_has_failed(
+    eyes: Seeing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three images the first fails, and the second is encoded meanwhile."""
+    encode, encoded, ended = Projector.encode, list[MediaChunk](), threading.Event()
+
+    def encode_some(self: Projector, chunk: MediaChunk) -> Any:
+        encoded.append(chunk)
+        if len(encoded) == 1:
+            raise RuntimeError("no such picture")
+        assert ended.wait(60)
+        return encode(self, chunk)
+
+    monkeypatch.setattr(Projector, "encode", encode_some)
+    with contextlib.ExitStack() as held:
+        held.callback(ended.set)
+        job = eyes.ask(HISTORY, cache_salt="not read")
+        eyes.until(lambda: eyes.ended(job), "it ends")
+        assert "no such picture" in (eyes.outputs[job][-1].error or "")
+    eyes.answer(OTHER, cache_salt="not read either")
+    assert len(encoded) <= 3
+
+
 def test_many_are_cancelled_at_any_time(eyes: Seeing) -> None:
     drawn = random.Random(5)
     due = eyes.answer(HISTORY)

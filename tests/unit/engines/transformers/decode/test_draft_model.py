@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from servekit.engines.transformers.batching import kv_cache, paged_attention
 from servekit.engines.transformers.batching.continuous import ContinuousRunner
@@ -18,6 +18,7 @@ from servekit.engines.transformers.decode.speculation_setup import check_tokeniz
 from servekit.engines.transformers.decode.speculative import Speculation, Speculator
 from servekit.errors import LoadError
 from tests.unit.engines.harness import PROMPTS, Harness, reference, write_tiny_llama
+from tests.unit.engines.seeing_model import LIBRARY
 from tests.unit.engines.transformers.decode.crowds import (
     BLOCK,
     REFERENCE,
@@ -138,22 +139,24 @@ def test_a_row_for_which_no_slot_is_left(tiny_model: Path) -> None:
 
 def test_a_draft_with_a_shorter_context(harness: Make, tiny_model: Path, tmp_path: Path) -> None:
     """It has no embeddings for later positions, and nothing is proposed there."""
-    config = GPT2Config(
+    config = LIBRARY.GPT2Config(
         vocab_size=len(AutoTokenizer.from_pretrained(tiny_model)),
         n_positions=64,
         n_embd=32,
         n_layer=1,
         n_head=2,
     )
-    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    LIBRARY.GPT2LMHeadModel(config).save_pretrained(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tiny_model / name, tmp_path)
     asked = {"speculative": {"method": "draft", "model": str(tmp_path), "tokens": 6}}
     one, plain = harness(options=asked), harness()
     prompts = ["x" * length for length in (50, 30, 200)]
+    said = []
     for engine in (one, plain):
-        engine.jobs = [engine.submit(text, max_tokens=60, ignore_eos=True) for text in prompts]
-    assert [one.tokens(job) for job in one.jobs] == [plain.tokens(job) for job in plain.jobs]
+        jobs = [engine.submit(text, max_tokens=60, ignore_eos=True) for text in prompts]
+        said.append([engine.tokens(job) for job in jobs])
+    assert said[0] == said[1]
     speculator = one.engine._runner._step_options.speculator
     assert speculator.counts.draft_tokens > 20 and not speculator.failure
 
