@@ -24,7 +24,7 @@ LANES = {
     "long": "what takes two seconds of CPU or more, and has a shorter relative in the ordinary run",
     "models": "SmolLM2 behind every engine, client and page; races for one model",
     "mutants": "each edit of `python -m tests.mutants` makes its tests fail",
-    "packages": "what needs the package index: whether each extra resolves, Triton on the CPU",
+    "packages": "what needs package indexes: the extras, Triton on the CPU, an old SQLite",
     "pages": "the chat and the other pages in Chromium, beyond one visit of each",
     "ray": "clusters of Ray",
     "residents": "models that sleep, wake and make room, where two of these meet",

@@ -42,6 +42,7 @@ def main() -> int:
     args, of_pytest = parser.parse_known_args()
     if os.geteuid() != 0:
         parser.error("only root can make a user; as any other user, run pytest itself")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the user is removed, too
     with ordinary_user(keep=args.keep) as user:
         clone = check_out(user)
         if not (clone / ".venv/bin/pytest").exists():

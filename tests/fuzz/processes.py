@@ -8,7 +8,7 @@ and what each request leaves behind does.
 
 from __future__ import annotations
 
-import os
+import contextlib
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -127,8 +127,10 @@ class Watched:
 
 
 def fds(pid: int) -> int:
-    """Open descriptors; 0 when it is gone."""
-    try:
-        return len(os.listdir(Path("/proc") / str(pid) / "fd"))  # noqa: PTH208 - only the count
-    except OSError:
-        return 0
+    """Open descriptors, without those of logs, which the first line opens; 0 when it is gone."""
+    found = 0
+    with contextlib.suppress(OSError):
+        for path in (Path("/proc") / str(pid) / "fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                found += not str(path.readlink()).endswith(".log")
+    return found

@@ -106,7 +106,8 @@ def test_a_guard_that_somebody_has_stopped_does_its_work_and_ends(
 ) -> None:
     with Instance.up(tmp_path, [ESCAPING], cwd=tmp_path) as instance:
         at_work(instance)
-        os.kill(*guards(instance), signal.SIGSTOP)
+        [guard] = guards(instance)
+        os.kill(guard, signal.SIGSTOP)
         instance.signal(end)
         assert instance.wait() == (-end if end is signal.SIGKILL else 0)
         poll("all processes are gone", lambda: not of(tmp_path), within_s=2.0)

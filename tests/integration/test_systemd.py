@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from servekit.cli.service.command import write_unit
 from tests.integration.booted import ROOT, UNIT, Machine, why_not
 from tests.integration.instance import echo
 from tests.polling import poll
@@ -117,6 +118,46 @@ def test_a_file_that_cannot_be_used_is_not_tried_again(machine: Machine) -> None
     machine.config.write_text(settings())
     assert machine.show("ExecMainStatus") == "2"
     assert machine.show("ActiveState") == "failed"
+
+
+#: A user's manager without a login: it has its own part of the cgroups, and no bus.
+MANAGER = """
+mkdir -p -m 700 /run/user-manager /var/home/.config/systemd/user
+cp /opt/given/user.service /var/home/.config/systemd/user/servekit.service
+chown -R 65534:65534 /run/user-manager /var/home
+systemd-run --unit=manager --uid=65534 --gid=65534 -p Delegate=yes -p Type=notify \\
+    -E XDG_RUNTIME_DIR=/run/user-manager -E HOME=/var/home /lib/systemd/systemd --user
+"""
+AS_USER = (
+    *("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "env"),
+    *("XDG_RUNTIME_DIR=/run/user-manager", "HOME=/var/home"),
+)
+
+
+@pytest.mark.lane("surroundings")
+def test_the_unit_of_a_user_serves_reloads_and_stops(machine: Machine) -> None:
+    program, config = Path("/opt/servekit/bin/servekit"), Path("/etc/servekit/servekit.yaml")
+    (machine.folder / "user.service").write_text(write_unit(config, program, user=True))
+    machine.config.write_text(settings())
+    begun = machine.run("bash", "-ec", MANAGER)
+    assert begun.returncode == 0, begun.stderr
+
+    def run_as_user(*command: str) -> str:
+        done = machine.run(*AS_USER, *command)
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    run_as_user("systemctl", "--user", "start", "servekit")
+    show = ("systemctl", "--user", "show", "servekit", "--value", "-p", "StatusText")
+    poll("the model is ready", lambda: run_as_user(*show) == "1 of 1 models ready\n")
+    machine.config.write_text(settings(replicas=2))
+    run_as_user("systemctl", "--user", "reload", "servekit")
+    poll("the second worker is up", lambda: "a/1" in run_as_user(str(program), "ps"))
+    state = machine.run("stat", "-c", "%a %u", "/var/home/.local/state/servekit/default").stdout
+    assert state == "700 65534\n"
+    run_as_user("systemctl", "--user", "stop", "servekit")
+    assert machine.run("pgrep", "-f", "servekit.worker").stdout == ""
+    machine.systemctl("stop", "manager")
 
 
 def pid_of(machine: Machine, worker: str) -> int:

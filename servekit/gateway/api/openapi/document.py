@@ -73,6 +73,7 @@ WRITES: dict[str, type] = {
     "/v1/batches/{id}/cancel": BatchObject,
 }
 _METHODS: dict[str, Mapping[str, type]] = {"get": READS, "delete": REMOVALS, "post": WRITES}
+_STORED = ("/v1/responses", "/v1/files", "/v1/batches")
 _KEYS = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -82,7 +83,7 @@ _ERRORS = {
     "400": "The request is wrong; the message says why",
     "401": "An API key is needed, or this one is unknown; only if the file has keys",
     "403": "The key does not allow it",
-    "404": "There is no such model",
+    "404": "There is no such model, response, file or batch",
     "405": "The path takes another method",
     "413": "The body is over the limit",
     "429": "Too many requests wait, or the key's limits are reached; see Retry-After",
@@ -193,8 +194,20 @@ def _describe_read(read: Json, contents: Contents, kinds: Mapping[str, type], pa
     if "service" not in read.get("tags", ()):
         answers.pop("422", None)
         failures = contents.refusals(OllamaError if path.startswith("/api/") else OpenAIError)
-        codes = ("401", "403", "404") if "{" in path else ("401",)
+        codes = _ERRORS if kinds is WRITES else _refusals_of_read(path, read)
         read["responses"] = {code: failures[code] for code in codes} | answers
+
+
+def _refusals_of_read(path: str, read: Json) -> Collection[str]:
+    """Return the statuses of the errors that an endpoint without a body may answer with."""
+    found = {"401"}
+    if any(one["in"] == "query" for one in read.get("parameters", ())):
+        found.add("400")
+    if "{" in path:
+        found |= {"403", "404"}
+    if path.startswith(_STORED):  # which may be off, or out of reach
+        found |= {"404", "503"}
+    return sorted(found)
 
 
 def _describe_operation(operation: Operation, contents: Contents) -> Json:

@@ -126,3 +126,24 @@ def test_a_model_may_be_left_out_or_empty_but_not_null_as_is_said(takes: type) -
     assert "model" not in schema.get("required", ())
     with pytest.raises(msgspec.ValidationError, match=r"`str`, got `null` - at `\$.model`"):
         msgspec.json.decode(b'{"model": null}', type=takes)
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "statuses"),
+    [
+        ("/v1/models", "get", {"200", "400", "401"}),
+        ("/v1/files", "get", {"200", "400", "401", "404", "503"}),
+        ("/v1/responses/{id}", "get", {"200", "400", "401", "403", "404", "503"}),
+        ("/v1/responses/{id}", "delete", {"200", "401", "403", "404", "503"}),
+    ],
+)
+def test_the_errors_of_an_endpoint_that_reads_are_described(
+    path: str, method: str, statuses: set[str]
+) -> None:
+    assert set(make_document()["paths"][path][method]["responses"]) == statuses
+
+
+def test_the_errors_of_uploads_and_batches_are_described() -> None:
+    for path in WRITES:
+        described = make_document()["paths"][path]["post"]["responses"]
+        assert {"400", "401", "404", "413", "429", "503"} <= set(described)
