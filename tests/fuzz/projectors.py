@@ -24,6 +24,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gguf
+
 from servekit.engines.llamacpp.engine import LlamaCppEngine
 from servekit.errors import LoadError
 from tests.unit.engines.harness import make_spec, write_tiny_llama
@@ -58,9 +60,9 @@ def main() -> int:
             name = write.__name__.removeprefix("write_")
             folder = write(root / name, tiny, **_SIZES.get(name, {}))
             model, projector = convert_model(folder, root / f"{name}-gguf")
-            whole = projector.read_bytes()
+            whole, header = projector.read_bytes(), find_header(projector)
             file = root / f"{name}-damaged.gguf"
-            for kind, content in mutate(whole, args.count, args.seed):
+            for kind, content in mutate(whole, header, args.count, args.seed):
                 file.write_bytes(content)
                 outcome = try_projector(model, file)
                 found[outcome] += 1
@@ -73,10 +75,9 @@ def main() -> int:
     return int(any(outcome.startswith(("signal", "time", "raised")) for outcome in found))
 
 
-def mutate(whole: bytes, count: int, seed: int) -> Iterator[tuple[str, bytes]]:
-    """Yield damaged files, each with a word on its damage."""
+def mutate(whole: bytes, header: int, count: int, seed: int) -> Iterator[tuple[str, bytes]]:
+    """Yield files damaged within the first `header` bytes, each with a word on its damage."""
     chance = random.Random(seed)
-    header = find_header(whole)
     for _ in range(count):
         kind = chance.choice(("cut", "bit", "number", "bytes"))
         made = bytearray(whole)
@@ -92,15 +93,11 @@ def mutate(whole: bytes, count: int, seed: int) -> Iterator[tuple[str, bytes]]:
         yield f"{kind} at {at}", bytes(made)
 
 
-def find_header(whole: bytes) -> int:
+def find_header(path: Path) -> int:
     """Return the size of the header, which ends with the entry of the last tensor."""
-    import io
-
-    from servekit.model_metadata import gguf
-
-    reader = gguf._Reader(io.BytesIO(whole).getbuffer())
-    reader.read_content()
-    return reader._at
+    reader = gguf.GGUFReader(path)
+    last = reader.tensors[-1].field
+    return int(last.offset + sum(part.nbytes for part in last.parts))
 
 
 def try_projector(model: Path, file: Path) -> str:

@@ -61,7 +61,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory, folders: dict[str, Path])
 def instance(
     tmp_path_factory: pytest.TempPathFactory, folders: dict[str, Path], adapters: AdapterFolders
 ) -> Iterator[Instance]:
-    models = [
+    models: list[dict[str, Any]] = [
         {
             "name": name,
             "engine": "transformers",

@@ -153,7 +153,7 @@ class TransformersEngine(LoopedEngine):
         if self._no_adapters:
             return info
         runner = loaded.runner
-        unbatched = getattr(runner, "unbatched", model)  # without hooks of the batches
+        unbatched: Any = getattr(runner, "unbatched", model)  # without hooks of the batches
         self._adapters = AdapterManager(
             unbatched, loaded.attention, runner, self.spec, self, self._media_probes
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,8 @@ def test_a_whole_projector_has_no_fault() -> None:
     assert find_fault(whole(), MODEL) == find_fault(whole()) == ""
     fewer = {"clip.vision.block_count": 1}  # the last layer is not used, as of LLaVA's
     assert find_fault(whole(fewer), MODEL) == ""
+    wide = {"clip.projector_type": "gemma3", "clip.vision.projector.scale_factor": "none"}
+    assert find_fault(whole(wide), MODEL) == ""  # as of Gemma 3's published ones
     uneven = {"clip.projector_type": "something-newer"}
     assert find_fault(whole(uneven, v__blk__1__attn_q__weight=None), MODEL) == ""
 
@@ -124,6 +127,21 @@ def test_what_a_projector_says_of_itself(key: str, value: Any, said: str) -> Non
 def test_a_tensor_that_is_not_there(name: str) -> None:
     found = find_fault(whole(**{name.replace(".", "__"): None}), MODEL)
     assert found == f"is damaged: it has no tensor {name}"
+
+
+@pytest.mark.parametrize(
+    ("key", "right", "wrong"),
+    [
+        ("clip.vision.attention.head_count", 4, 5),
+        ("clip.vision.patch_size", 4, 6),
+        ("clip.vision.attention.layer_norm_epsilon", 6, 4),
+        ("clip.has_vision_encoder", 7, 0),
+    ],
+)
+def test_a_value_of_another_type(key: str, right: int, wrong: int) -> None:
+    assert find_fault(replace(whole(), types={key: right, "clip.other": 99}), MODEL) == ""
+    found = find_fault(replace(whole(), types={key: wrong}), MODEL)
+    assert found == f"is damaged: its {key} is of GGUF's type {wrong} instead of {right}"
 
 
 def test_a_projector_of_another_model() -> None:

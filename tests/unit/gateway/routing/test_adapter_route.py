@@ -229,6 +229,7 @@ async def test_media_for_virtual_tokens_are_refused_at_once(
 ) -> None:
     await up(service, tmp_path)
     [known] = [one.info for one in service.router.routes["m"].replicas.values()]
+    assert known is not None
     info = AdapterInfo("x", "PROMPT_TUNING", "mixed", "", virtual_tokens=5)
     model = service.router.routes["m"].status
     seeing = replace(known, serves=(*known.serves, "images"))

@@ -110,7 +110,7 @@ def test_what_is_wrong_is_named(
         engine.engine.load_adapter(making.spec(folder))
     assert caught.value.status == 400 and str(caught.value).endswith((".", "…"))
     shelf: Any = engine.engine._adapters
-    assert not shelf._served and not shelf._runner._mixing._layers
+    assert not shelf._served and not shelf._runner.mixing._layers
 
 
 def test_an_adapter_for_another_base_is_refused_by_its_shapes(

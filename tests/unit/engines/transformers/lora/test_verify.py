@@ -40,7 +40,7 @@ def refused(engine: Harness, folder: Path, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         engine.engine.load_adapter(making.spec(folder, "broken"))
     shelf: Any = engine.engine._adapters
-    assert not shelf._served and not shelf._runner._mixing._layers and not engine.engine._rows
+    assert not shelf._served and not shelf._runner.mixing._layers and not engine.engine._rows
     assert engine.generate(PROMPTS[0], max_tokens=8, ignore_eos=True) == before
     assert_alive(engine)
 

@@ -73,7 +73,8 @@ def write(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Write:
     scope="module", params=CASES, ids=lambda case: "-".join((case[0], *case[1].values()))
 )
 def case(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
-    return request.param
+    found: tuple[str, dict[str, Any]] = request.param
+    return found
 
 
 @pytest.fixture(scope="module")
