@@ -14,6 +14,7 @@ import io
 import json
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,10 @@ def instance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
         folder / "llava", resolve_folder(SMOLLM2, None, lambda progress: None)
     )
     python = str(Path(PYTHONS[0]) / "bin" / "python")
+    # that of vLLM 0.28 and 0.30 does not import with the newest transformers
+    imports = [python, "-c", "import vllm.model_executor.models.llava"]
+    if subprocess.run(imports, capture_output=True, check=False).returncode:
+        pytest.skip("this vLLM has no LLaVA with these transformers")
     options = {
         "command": "{python} -m vllm.entrypoints.openai.api_server --model={path} --port={port}"
         " --host={host} --served-model-name={name} --dtype=float32 --max-model-len=512"
