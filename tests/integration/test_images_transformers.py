@@ -207,7 +207,8 @@ def test_clients_see_who_has_eyes(instance: Instance) -> None:
     refused = ask(instance, "a", ONE)
     assert (refused.status_code, refused.json()["error"]["message"]) == (
         400,
-        "messages: the echo engine of 'a' takes no images; models that do: 'llava', 'idefics3'",
+        "messages: the echo engine of 'a' takes no images; models that do:"
+        " 'llava', 'all', 'dora', 'idefics3'",
     )
 
 
