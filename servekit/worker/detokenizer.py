@@ -13,13 +13,14 @@ class StopScanner:
     Text that could be the beginning of a stop string is held back until that is decided.
     """
 
-    __slots__ = ("_held", "_include", "_longest", "_stops", "found")
+    __slots__ = ("_begins", "_held", "_include", "_longest", "_stops", "found")
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         """Prepare the search; with `include`, a stop string that is found remains in the text."""
         self._stops = tuple(stops)
         self._include = include
         self._longest = max(map(len, stops)) if stops else 0
+        self._begins = "".join([stop[:-1] for stop in stops])  # all characters to hold back
         self._held = ""
         self.found = ""  # the stop string that was found
 
@@ -28,14 +29,21 @@ class StopScanner:
         if not self._stops:
             return text, False
         text = self._held + text
-        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            self._held = ""
-            at, self.found = min(found)
-            return text[: at + len(self.found) if self._include else at], True
+        for stop in self._stops:
+            if stop in text:
+                return self._cut_text(text), True
         keep = self._could_begin(text)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], False
+        if not keep:
+            self._held = ""
+            return text, False
+        self._held = text[-keep:]
+        return text[:-keep], False
+
+    def _cut_text(self, text: str) -> str:
+        """Return the text up to the stop string that begins first."""
+        at, self.found = min((text.find(stop), stop) for stop in self._stops if stop in text)
+        self._held = ""
+        return text[: at + len(self.found) if self._include else at]
 
     def flush(self) -> str:
         """Return the text held back, once no stop string can complete it."""
@@ -44,6 +52,8 @@ class StopScanner:
 
     def _could_begin(self, text: str) -> int:
         """Return the length of the longest suffix of `text` that begins a stop string."""
+        if text[-1:] not in self._begins:
+            return 0
         for size in range(min(self._longest - 1, len(text)), 0, -1):
             end = text[-size:]
             for stop in self._stops:  # no `any`: its generator would cost more than the search
@@ -104,9 +114,11 @@ class TextStream:
         if not self._stops or len(token_ids) < 2:
             return self.push(token_ids), len(token_ids)
         text, count = "", 0
-        while count < len(token_ids) and not self.stopped:
-            text += self.push([token_ids[count]])
+        for token in token_ids:
+            text += self._scan_text(self.decode([token]))
             count += 1
+            if self.stopped:
+                break
         return text, count
 
     def finish(self, stop_token: int = -1) -> str:

@@ -122,7 +122,7 @@ class RequestPreparer:
         return self._teller if request.task in ("tokenize", "detokenize") else self._reader
 
     def _prepare_prompt(self, request: Generate) -> Prepared:
-        banned = self._banned_sequences(request)
+        banned = self._banned_sequences(request) if request.params.bad_words else ()
         if not _has_media(request):
             return Prepared(self._prompt_ids(request), banned=banned)
         if request.params.truncate_prompt:
@@ -323,7 +323,10 @@ def _request_length(request: Generate) -> int:
 
 
 def _has_media(request: Generate) -> bool:
-    return request.messages is not None and any(one.media for one in request.messages)
+    for message in request.messages or ():  # noqa: SIM110 - a generator would cost three times this
+        if message.media:
+            return True
+    return False
 
 
 def _turn_length(message: ChatMessage) -> int:

@@ -32,10 +32,11 @@ def check_request(request: Generate, info: ModelInfo, spec: WorkerSpec) -> None:
     if request.task not in info.serves:
         said = explain_refusal(request.task, spec.engine, spec.model, info.serves)
         raise Unsupported(said, param="model")
-    for one in (one for message in request.messages or () for one in message.media):
-        if one.modality not in info.serves:
-            said = explain_no_media(one.modality, spec.engine, spec.model)
-            raise Unsupported(said, param="messages")
+    for message in request.messages or ():
+        for one in message.media:
+            if one.modality not in info.serves:
+                said = explain_no_media(one.modality, spec.engine, spec.model)
+                raise Unsupported(said, param="messages")
     if _optional(request.params) == _NOTHING_ASKED and not request.tools:
         return  # nearly all requests
     for capability, param in _list_asked(request):

@@ -210,9 +210,12 @@ class Router:
         if BATCHED.get():
             call.priority = _LAST
         check_task(asked, call, self.models)
-        if call.messages is not None and (media := [one for m in call.messages for one in m.media]):
-            self.check_media(asked, media)
-            check_fetched(media)
+        for message in call.messages or ():
+            if message.media:
+                media = [one for each in call.messages or () for one in each.media]
+                self.check_media(asked, media)
+                check_fetched(media)
+                break
         if isinstance(asked, AdapterRoute):
             asked.adapt(call)
         self._admit(route, call)
