@@ -20,12 +20,13 @@ from servekit.gateway.telemetry.request_recorder import RECORDER
 if TYPE_CHECKING:
     from servekit.gateway.auth.api_key import ApiKey
 
-#: Longer heads are not kept: each connection keeps one, and clients may be malicious.
-MOST_BYTES = 8 * 1024
+#: Longer heads are not kept, and as many heads are at most: clients may be malicious.
+MOST_BYTES, MOST_HEADS = 8 * 1024, 256
 _END = b"\r\n\r\n"
 _length = re.compile(rb"\r\ncontent-length: ?(\d{1,10})(?=\r\n)", re.IGNORECASE)
-#: Requests with different heads after which a connection's heads are not compared any more.
-OTHER_HEADS = 8
+#: Requests in a row with unknown heads after which a connection's heads are only looked up seldom:
+#: each of them has something of its own, such as an id.
+OTHER_HEADS, SELDOM = 8, 32
 
 
 class Head(NamedTuple):
@@ -42,9 +43,9 @@ class Head(NamedTuple):
     @classmethod
     def parse(cls, data: bytes) -> Head | None:
         """Return the head of `data` if that is exactly one complete request, else None."""
-        end = data.find(_END) + len(_END)
+        end = data.find(_END, 0, MOST_BYTES) + len(_END)
         found = _length.search(data, 0, end)
-        if found is None or end > MOST_BYTES or end + int(found[1]) != len(data):
+        if found is None or end + int(found[1]) != len(data):
             return None
         if _length.search(data, found.end(), end) is not None:
             return None
@@ -65,10 +66,25 @@ class Head(NamedTuple):
         return data[end:]
 
 
+class KnownHead:
+    """A head with the results of parsing it. Connections with the same head share them."""
+
+    __slots__ = ("head", "headers", "headers_by_name", "holder", "url")
+
+    def __init__(self, head: Head, parsed: LimitedProtocol) -> None:
+        self.head = head
+        self.url = parsed.url
+        self.headers = parsed.headers
+        self.headers_by_name = parsed.headers_by_name
+        #: The holder of the key in the headers, and the callers among which it was found.
+        self.holder: tuple[Mapping[str, ApiKey], ApiKey] | None = None
+
+
 class Http(LimitedProtocol):
     """uvicorn's protocol, except that a plain POST to a path in `hot` becomes a `FastResponse`."""
 
     leaving: ClassVar[bool] = False  # close each connection after its next response
+    known_heads: ClassVar[dict[Head, KnownHead]] = {}  # of all connections, the oldest first
 
     def __init__(
         self,
@@ -91,8 +107,8 @@ class Http(LimitedProtocol):
         self._hot = hot
         # the last fast response; `cycle` may be a later, pipelined request
         self._exchange: FastResponse | None = None
-        self._head: Head | None = None  # of the last parsed request
-        self._other_heads = 0  # requests in a row whose head was not the one before
+        self._known: KnownHead | None = None  # of the last request
+        self._unknown_heads = 0  # requests in a row whose head was unknown
         #: The holder of the key in the headers, and the callers among which it was found.
         self.holder: tuple[Mapping[str, ApiKey], ApiKey] | None = None
         self._within = False  # a message has begun and is incomplete
@@ -108,18 +124,46 @@ class Http(LimitedProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._idle_since_s = 0.0
-        head = self._head
-        if head is not None:
-            if (body := head.body_of(data)) is not None and self._start_with_known_head(body):
-                self._other_heads = 0
+        head, known = None, self._known
+        if known is not None:
+            if (body := known.head.body_of(data)) is not None and self._start_with_known_head(body):
                 return
-            self._head = None
-            self._other_heads += 1
-        before, at_start = self._exchange, not self._within
+            known.holder, self._known = self.holder, None
+        if not self._within:
+            unknown = self._unknown_heads = self._unknown_heads + 1
+            if unknown <= OTHER_HEADS or not unknown % SELDOM:
+                head = Head.parse(data)
+            if head is not None and self._start_with_other_head(head, data):
+                return
+        before = self._exchange
         super().data_received(data)
-        known_to_differ = self._other_heads >= OTHER_HEADS
-        if at_start and self._exchange is not before and not (self._within or known_to_differ):
-            self._head = Head.parse(data)
+        if head is not None and self._exchange is not before and not self._within:
+            self._keep_head(head)
+
+    def _start_with_other_head(self, head: Head, data: bytes) -> bool:
+        """Start a complete request with a head of an earlier one, of any connection.
+
+        The first head of a connection is always parsed, because that ends its time limits.
+        """
+        known = self.known_heads.get(head)
+        if known is None or self._exchange is None or self._spare:
+            return False
+        self.url, self.headers = known.url, known.headers
+        self.headers_by_name, self.holder = known.headers_by_name, known.holder
+        body = head.body_of(data)
+        if body is None or not self._start_with_known_head(body):
+            return False
+        self._known, self._unknown_heads = known, 0
+        return True
+
+    def _keep_head(self, head: Head) -> None:
+        """Keep the head that was parsed last, of a request that was complete."""
+        heads = self.known_heads
+        if (known := heads.get(head)) is None:
+            known = heads[head] = KnownHead(head, self)
+            if len(heads) > MOST_HEADS:
+                del heads[next(iter(heads))]
+        self._known = known
 
     def _start_with_known_head(self, body: bytes) -> bool:
         """Start a complete request with the previous head; return False if that is not allowed."""

@@ -11,8 +11,9 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
+from servekit.gateway.http import protocol
 from servekit.gateway.http.asgi import EVENT_STREAM, Receive, Scope, Send
-from servekit.gateway.http.limits import LIMITS
+from servekit.gateway.http.limits import LIMITS, LimitedProtocol
 from servekit.gateway.http.protocol import Http
 from servekit.gateway.http.response import FastResponse
 
@@ -70,13 +71,9 @@ class Wire(asyncio.Transport):
 class Forgetful(Http):
     """Knows no head: each request is parsed."""
 
-    @property
-    def _head(self) -> None:
-        return None
-
-    @_head.setter
-    def _head(self, head: object) -> None:
-        pass
+    def data_received(self, data: bytes) -> None:
+        self._idle_since_s = 0.0
+        LimitedProtocol.data_received(self, data)
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -193,6 +190,45 @@ async def test_a_head_that_began_with_the_end_of_another_request_is_not_taken_fo
     paths = [(path, body) for path, _, body in connection.taken]
     assert paths == [(b"/hot", b"R1"), (b"/hot2", b"R2"), (b"/hot", b"R3")]
     assert b"authorization" not in dict(connection.taken[-1][1])
+
+
+def ask(number: int, path: bytes = b"/hot") -> tuple[bytes, bool]:
+    body = b"R%d" % number
+    head = b"POST %b HTTP/1.1\r\nHost: a\r\nX: %d\r\n" % (path, number)
+    return b"%bContent-Length: %d\r\n\r\n%b" % (head, len(body), body), True
+
+
+async def test_heads_of_other_connections_are_known_after_the_first_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Http, "known_heads", {})
+    one, other = Connection(Http), Connection(Http)
+    await one.play([ask(1), ask(2, b"/hot2"), ask(1)])
+    assert one.known == 1
+    await other.play([ask(2, b"/hot2"), ask(1), ask(3), ask(2, b"/hot2")])
+    assert other.known == 2, "all but the first of the connection and the new one"
+    told = [(path, dict(headers)[b"x"], body) for path, headers, body in other.taken]
+    assert told == [
+        (b"/hot2", b"2", b"R2"),
+        (b"/hot", b"1", b"R1"),
+        (b"/hot", b"3", b"R3"),
+        (b"/hot2", b"2", b"R2"),
+    ]
+
+
+async def test_few_heads_are_kept_and_a_connection_with_many_is_looked_up_seldom(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Http, "known_heads", {})
+    monkeypatch.setattr(protocol, "MOST_HEADS", 4)
+    await Connection(Http).play([ask(number) for number in range(6)])
+    kept = [known.headers_by_name[b"x"] for known in Http.known_heads.values()]
+    assert kept == [b"2", b"3", b"4", b"5"]
+    many = Connection(Http)
+    await many.play([ask(number) for number in range(10, 70)])
+    kept = [known.headers_by_name[b"x"] for known in Http.known_heads.values()]
+    looked_up = [*range(10, 10 + protocol.OTHER_HEADS), 9 + protocol.SELDOM]
+    assert kept == [b"%d" % number for number in looked_up[-4:]]
 
 
 async def test_a_connection_is_idle_once_a_body_that_was_refused_has_come() -> None:
