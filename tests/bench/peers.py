@@ -63,12 +63,20 @@ class Peer:
 
 @contextlib.contextmanager
 def serve(
-    python: Path, model: Path, arguments: Sequence[str], environ: Mapping[str, str], log: Path
+    python: Path,
+    model: Path,
+    arguments: Sequence[str],
+    environ: Mapping[str, str],
+    log: Path,
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
 ) -> Iterator[Peer]:
     """`transformers serve` with `model` loaded, on a free port; killed with all it started."""
     port = free_port()
-    command = (str(python.with_name("transformers")), "serve", str(model), "--port", str(port))
-    options = ("--host", "127.0.0.1", "--device", "cpu", "--dtype", "float32", *arguments)
+    run = (str(python), "-m", "transformers.cli.transformers")  # also where no script is installed
+    command = (*run, "serve", str(model), "--port", str(port))
+    options = ("--host", "127.0.0.1", "--device", device, "--dtype", dtype, *arguments)
     with started([*command, *options], log, {**environ, "HF_HUB_OFFLINE": "1"}) as process:
         url = f"http://127.0.0.1:{port}"
         await_answer(process, f"{url}/health", log)

@@ -138,14 +138,19 @@ def _generating(offline: Offline, load: Load, tokenizer: Any = None) -> Turn:
 
 @contextlib.contextmanager
 def api_server(
-    model: Path, log: Path, share: float = SHARE, env: Mapping[str, str] | None = None
+    model: Path,
+    log: Path,
+    share: float = SHARE,
+    env: Mapping[str, str] | None = None,
+    *,
+    kv_bytes: int = KV_BYTES,
 ) -> Iterator[tuple[int, int]]:
     """vLLM's own server, started but not awaited; its port and PID."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = int(listener.getsockname()[1])
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
     options = {"served-model-name": "m", "host": "127.0.0.1", "port": port}
-    options |= {"gpu-memory-utilization": share, "kv-cache-memory-bytes": KV_BYTES}
+    options |= {"gpu-memory-utilization": share, "kv-cache-memory-bytes": kv_bytes}
     options |= {"max-num-seqs": SLOTS, "max-num-batched-tokens": STEP_TOKENS}
     told = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     with log.open("wb") as output:

@@ -8,17 +8,22 @@
 - speed: the large one in bfloat16: seconds of audio in a second, of 1, 4, 8 and 16 recordings at
   once, and by the library's `generate` in this process, alone and with 8 in a batch. Each is one
   window with the most tokens that the model may write, 128; each client sends four, one after
-  another.
+  another. Where what it needs is installed, `transformers serve` is asked the same by turns; it
+  reads one recording at a time, so many clients send it one each.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
+import importlib.util
+import os
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,10 +31,10 @@ from typing import Any
 import httpx
 import torch
 
+from tests.bench import peers
 from tests.gpu.checks import Row
 from tests.gpu.engines import entry, serving
 from tests.gpu.images import show
-from tests.integration.instance import Instance
 from tests.unit.engines.hearing_model import (
     RATE,
     PlainWhisper,
@@ -56,7 +61,13 @@ LARGE: dict[str, Any] = {
 VOCABULARY = 51866
 MOST_TOKENS = 128
 AT_ONCE = (1, 4, 8, 16)
-EACH = 4
+EACH, ROUNDS = 4, 3
+#: What `transformers serve` needs, and servekit does not.
+PEER = "`transformers serve`"
+NEEDED_BY_PEER = ("openai", "librosa")
+
+#: Sends a recording, and returns the answer.
+Ask = Callable[[bytes], dict[str, Any]]
 
 
 def main() -> int:
@@ -101,7 +112,7 @@ def _compare_with_library(
         serving([model]) as instance,
         concurrent.futures.ThreadPoolExecutor(len(wavs)) as pool,
     ):
-        found = list(pool.map(partial(transcribe, instance), wavs, asked))
+        found = list(pool.map(partial(transcribe, instance.url), wavs, asked))
     same = [
         (told["text"].strip(), _read_times(told.get("segments", ()))) == (text, times)
         for told, (text, times) in zip(found, due, strict=True)
@@ -116,10 +127,12 @@ def _read_times(segments: Iterable[dict[str, Any]]) -> list[tuple[float, float]]
     return [(round(float(one["start"]), 2), round(float(one["end"]), 2)) for one in segments]
 
 
-def transcribe(instance: Instance, wav: bytes, form: dict[str, str]) -> dict[str, Any]:
+def transcribe(
+    url: str, wav: bytes, form: dict[str, str], model: str | Path = "m"
+) -> dict[str, Any]:
     answer = httpx.post(
-        f"{instance.url}/v1/audio/transcriptions",
-        data={"model": "m"} | form,
+        f"{url}/v1/audio/transcriptions",
+        data={"model": str(model)} | form,
         files={"file": ("speech.wav", wav)},
         timeout=300,
     )
@@ -135,8 +148,10 @@ def measure_speed(folder: Path, device: str) -> list[Row]:
     wavs = [write_wav(make_samples(seconds, number)) for number in range(max(AT_ONCE))]
     plain = PlainWhisper(folder)
     plain.model.to(device, torch.bfloat16 if large else torch.float32)
-    plain.model.generation_config.max_length = MOST_TOKENS if large else 24
-    plain.model.generation_config.save_pretrained(folder)
+    stated = plain.model.generation_config
+    stated.max_length = MOST_TOKENS if large else 24
+    stated.language, stated.task = "en", "transcribe"  # the peer ignores what requests say
+    stated.save_pretrained(folder)
     alone, together = _measure_library(plain, wavs, seconds)
     del plain
     torch.cuda.empty_cache()
@@ -145,22 +160,48 @@ def measure_speed(folder: Path, device: str) -> list[Row]:
         Row("the library's generate, a batch of 8", f"{together:.0f} s of audio a second"),
     ]
     dtype = "bfloat16" if large else "float32"
-    with serving([entry("m", "transformers", folder, device, dtype=dtype, memory="20GiB")]) as up:
-
-        def ask(wav: bytes) -> None:
-            for _ in range(EACH):
-                transcribe(up, wav, {"language": "en"})
-
-        ask(wavs[0])
+    model = entry("m", "transformers", folder, device, dtype=dtype, memory="20GiB")
+    with serving([model]) as up, _serve_peer(folder, device, dtype) as peer:
+        asks: dict[str, Ask] = {"servekit": partial(transcribe, up.url, form={"language": "en"})}
+        if peer:
+            asks[PEER] = partial(transcribe, peer.url, form={}, model=folder)
+        said = {name: ask(wavs[0])["text"] for name, ask in asks.items()}  # and warms up
+        if peer and not large:  # in bfloat16 random weights say other texts in other batches
+            same = said["servekit"] == said[PEER]
+            rows.append(Row(f"the text of {PEER}", "the same" if same else "another", same))
         for count in AT_ONCE:
-            began = time.perf_counter()
-            with concurrent.futures.ThreadPoolExecutor(count) as pool:
-                list(pool.map(ask, wavs[:count]))
-            rate = count * EACH * seconds / (time.perf_counter() - began)
-            due = alone if count == 1 else 3 * alone
-            text = f"{rate:.0f} s of audio a second"
-            rows.append(Row(f"recordings at once: {count}", text, rate >= due or not large))
+            rates = _take_turns(asks, wavs[:count], seconds)
+            ours, theirs = (rates.get(name, 0.0) for name in ("servekit", PEER))
+            text = f"{ours:.0f} s of audio a second"
+            if peer:
+                text += f"; {PEER} {theirs:.0f}, {ours / theirs:.2f}"
+            due = max(alone if count == 1 else 3 * alone, theirs)
+            rows.append(Row(f"recordings at once: {count}", text, ours >= due or not large))
     return rows
+
+
+@contextlib.contextmanager
+def _serve_peer(model: Path, device: str, dtype: str) -> Iterator[peers.Peer | None]:
+    if not all(map(importlib.util.find_spec, NEEDED_BY_PEER)):
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="servekit-gpu-") as folder:
+        log, python = Path(folder) / "log", Path(sys.executable)
+        with peers.serve(python, model, (), os.environ, log, device=device, dtype=dtype) as peer:
+            yield peer
+
+
+def _take_turns(asks: dict[str, Ask], wavs: Sequence[bytes], seconds: float) -> dict[str, float]:
+    """Return the seconds of audio in a second of each, a client for each recording."""
+    rates: dict[str, list[float]] = {name: [] for name in asks}
+    for _ in range(ROUNDS):
+        for name, ask in asks.items():
+            each = EACH if name == "servekit" else max(1, EACH // len(wavs))
+            began = time.perf_counter()
+            with concurrent.futures.ThreadPoolExecutor(len(wavs)) as pool:
+                list(pool.map(ask, [*wavs] * each))
+            rates[name].append(len(wavs) * each * seconds / (time.perf_counter() - began))
+    return {name: statistics.median(found) for name, found in rates.items()}
 
 
 def _measure_library(

@@ -1,10 +1,13 @@
 """`python -m tests.gpu.images`: images in the transformers engine on a GPU.
 
 --device cpu   try the script itself, with a small model
---only NAME    one of: texts, speed
+--only NAME    one of: texts, adapters, speed
 --engines ...  of speed: transformers, vllm, and server, which is vLLM's own behind servekit
 
 - texts: small models in float32 say what the library's own `generate` says of the same images.
+- adapters: the same models with five adapters each, which change the decoder, the vision part or
+  both, as LoRA, DoRA and IA3: all of them and the base, asked at once about images and without,
+  say what plain PEFT and the library's `generate` say, twice.
 - speed: a Qwen2-VL of 2.2e9 random parameters in bfloat16: time to the first token, and tokens/s,
   of images beside the library's `generate`; tokens/s of texts alone, and with images beside them.
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
+import concurrent.futures
 import io
 import json
 import sys
@@ -42,7 +46,8 @@ from tests.unit.engines.seeing_model import (
     write_qwen3_vl,
     write_seeing_model,
 )
-from tests.unit.engines.transformers.vision.pictures import HISTORY, ONE, OTHER, Reference
+from tests.unit.engines.transformers.vision.media_adapters import MODES, AdapterFolders
+from tests.unit.engines.transformers.vision.pictures import HISTORY, NONE, ONE, OTHER, Reference
 
 SMALL = {"llava": write_seeing_model, "qwen2_vl": write_qwen2_vl, "qwen3_vl": write_qwen3_vl}
 TOKENS = 24
@@ -77,7 +82,7 @@ class Answer:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.images")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--only", choices=["texts", "speed"])
+    parser.add_argument("--only", choices=["texts", "adapters", "speed"])
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=["transformers"])
     args = parser.parse_args()
     rows: list[Row] = []
@@ -85,9 +90,11 @@ def main() -> int:
         tiny = Path(made) / "tiny"
         tiny.mkdir()
         write_tiny_llama(tiny)
-        if args.only != "speed":
+        if args.only in (None, "texts"):
             rows += show(compare_texts(Path(made), tiny, args.device))
-        if args.only != "texts":
+        if args.only in (None, "adapters"):
+            rows += show(compare_adapters(Path(made) / "adapters", tiny, args.device))
+        if args.only in (None, "speed"):
             rows += show(measure_speed(Path(made) / "large", tiny, args.device, args.engines))
     return 0 if all(row.ok is not False for row in rows) else 1
 
@@ -120,6 +127,32 @@ def compare_texts(folder: Path, tiny: Path, device: str) -> list[Row]:
                 rows.append(
                     Row(f"{name}, {kind}: the library's text", "same" if same else "other", same)
                 )
+    return rows
+
+
+def compare_adapters(folder: Path, tiny: Path, device: str) -> list[Row]:
+    rows = []
+    for name, write in SMALL.items():
+        made = AdapterFolders(write(folder / name, tiny), folder / f"{name}-adapters")
+        adapters = [{"name": one, "path": str(made[one])} for one in MODES]
+        asked = [(one, chat) for one in ("", *MODES) for chat in (ONE, OTHER, NONE, HISTORY)] * 2
+        decode = made.reference.processor.tokenizer.decode
+        due = [decode(made.due(*one, TOKENS), skip_special_tokens=True) for one in asked]
+        model = entry("m", "transformers", made.folder, device, dtype="float32", memory="4GiB")
+        with (
+            serving([model | {"adapters": adapters}]) as up,
+            concurrent.futures.ThreadPoolExecutor(len(asked) // 2) as pool,
+        ):
+            said = list(pool.map(lambda one: ask(up, one[0] or "m", one[1]), asked))
+        same = sum(
+            one.rstrip(REPLACEMENT) == other.rstrip(REPLACEMENT)
+            for one, other in zip(said, due, strict=True)
+        )
+        pairs = zip(asked, due, strict=True)
+        apart = len({text for (_, chat), text in pairs if chat is HISTORY})
+        shown = f"{same} of {len(due)} the same, {apart} different ones of {1 + len(MODES)}"
+        right = same == len(due) and apart == 1 + len(MODES)
+        rows.append(Row(f"{name}: texts of {len(MODES)} adapters and the base", shown, right))
     return rows
 
 

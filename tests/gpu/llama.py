@@ -1,6 +1,7 @@
 """`python -m tests.gpu.llama --model GGUF`: llama.cpp on a GPU, against itself on the CPU.
 
---model PATH     a .gguf file, or any other `path` that names one
+--model PATH     a .gguf file, or any other `path` that names one; for `ways`
+--only NAME      one of: ways, images, experts
 --library DIR    llama.cpp's own libraries, built for CUDA; by default an installed package
 --device cpu     try the script itself, all of it on the CPU
 --split WAYS     over two GPUs; not every build of llama.cpp can split by rows
@@ -17,14 +18,17 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import itertools
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +38,23 @@ from servekit.engines.llamacpp.memory_fit import read_parts
 from servekit.engines.model_files.source import resolve_file
 from servekit.system.gpus import find_gpus, gpu_memory_by_pid
 from servekit.system.procfs import all_processes
+from tests.gpu import images
 from tests.gpu.checks import MIB, Row, gpu_count
 from tests.gpu.engines import PROMPTS, entry, held_by_group, recited, serving
+from tests.gpu.images import SIDE
 from tests.gpu.reciting import write_gguf, write_reciter
 from tests.integration.instance import Instance
 from tests.polling import poll
-from tests.unit.engines.harness import make_spec
+from tests.unit.engines.harness import make_spec, write_tiny_llama
+from tests.unit.engines.llamacpp.seeing_gguf import convert_model
+from tests.unit.engines.origins import write_tiny_gguf
+from tests.unit.engines.seeing_model import (
+    LIBRARY,
+    configure_qwen2_vl,
+    write_qwen2_vl,
+    write_qwen3_vl,
+)
+from tests.unit.engines.transformers.vision.pictures import HISTORY, NONE, ONE, OTHER
 
 GIB = 2**30
 #: Of each GPU, what one way of running may take; on a CPU nothing is claimed. It is less than the
@@ -48,29 +63,36 @@ CLAIM = 2 * GIB
 CONTEXT = 8192
 TOKENS = 48
 CLIENTS = (1, 8, 16)
+#: Of a layer, for texts and for memory.
+EXPERTS = (8, 256)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.llama")
-    parser.add_argument("--model", required=True)
+    parser.add_argument("--model")
+    parser.add_argument("--only", choices=CHECKS)
     parser.add_argument("--library")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--split", nargs="*", default=["layer"], choices=["layer", "row"])
     parser.add_argument("--plain")
     args = parser.parse_args()
-    args.model = str(resolve_file(args.model, None, lambda progress: None))
+    if args.model:
+        args.model = str(resolve_file(args.model, None, lambda progress: None))
+    elif args.only not in ("images", "experts"):
+        parser.error("--model is missing")
     if args.plain is not None:
         print(json.dumps(plain(args)))
         return 0
     failed = False
-    for row in rows(args):
+    checks = [args.only] if args.only else CHECKS
+    for row in itertools.chain.from_iterable(CHECKS[name](args) for name in checks):
         mark = {True: "yes", False: "NO", None: ""}[row.ok]
         print(f"| {row.what:<60} | {row.measured:<64} | {mark:<3} |", flush=True)
         failed |= row.ok is False
     return int(failed)
 
 
-def rows(args: argparse.Namespace) -> Iterator[Row]:
+def run_ways(args: argparse.Namespace) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="servekit-model-") as folder:
         learnt = write_reciter(Path(folder) / "reciter", args.device)
         recites = str(write_gguf(learnt, Path(folder) / "reciter.gguf"))
@@ -105,13 +127,7 @@ def ways(args: argparse.Namespace, path: str = "", prefix: str = "") -> list[dic
     """A model of the file for each way of running one."""
     path = path or args.model
     count = gpu_count() if args.device == "cuda" else 0
-    own = {"library": args.library} if args.library else {}
-
-    def model(name: str, device: str, fields: dict[str, Any], **options: Any) -> dict[str, Any]:
-        claim = {"memory": f"{CLAIM}B"} if device == "cuda" else {}
-        options = {"slots": max(CLIENTS)} | own | options
-        known: dict[str, Any] = {"replicas": 1, "max_context": CONTEXT, "options": options}
-        return entry(prefix + name, "llamacpp", Path(path), device, **known, **claim, **fields)
+    model = partial(make_entry, args, Path(path), prefix)
 
     half = len(layers(path)) // 2
     first: dict[str, Any] = {"gpus": [0]} if count else {}
@@ -122,6 +138,22 @@ def ways(args: argparse.Namespace, path: str = "", prefix: str = "") -> list[dic
         both = {"gpus": [0, 1], "gpus_per_replica": 2}
         made += [model(split, "cuda", both, split=split) for split in args.split]
     return made
+
+
+def make_entry(
+    args: argparse.Namespace,
+    path: Path,
+    prefix: str,
+    name: str,
+    device: str,
+    fields: dict[str, Any],
+    **options: Any,
+) -> dict[str, Any]:
+    claim = {"memory": f"{CLAIM}B"} if device == "cuda" else {}
+    own = {"library": args.library} if args.library else {}
+    options = {"slots": max(CLIENTS)} | own | options
+    known: dict[str, Any] = {"replicas": 1, "max_context": CONTEXT, "options": options}
+    return entry(prefix + name, "llamacpp", path, device, **(known | claim | fields))
 
 
 def layers(path: str) -> range:
@@ -177,6 +209,103 @@ def rates(instance: Instance, model: str, tokens: int) -> Row:
             found.append(clients * tokens / (time.monotonic() - began))
     what = f"{model}: tokens/s at {', '.join(map(str, CLIENTS))} clients"
     return Row(what, ", ".join(f"{rate:,.0f}" for rate in found))
+
+
+# ---------------------------------------------------------------- images
+
+
+def run_images(args: argparse.Namespace) -> Iterator[Row]:
+    with tempfile.TemporaryDirectory(prefix="servekit-model-") as made:
+        folder, tiny = Path(made), Path(made) / "tiny"
+        tiny.mkdir()
+        write_tiny_llama(tiny)
+        small = {"qwen2_vl": write_qwen2_vl, "qwen3_vl": write_qwen3_vl}
+        folders = {name: write(folder / name, tiny) for name, write in small.items()}
+        folders["large"] = _write_seeing(folder / "large", tiny)
+        models = []
+        for name, one in folders.items():
+            path, projector = convert_model(one, folder / f"{name}-gguf")
+            for where, device in (("host", "cpu"), ("whole", args.device)):
+                more = {"mmproj": str(projector)}
+                models.append(make_entry(args, path, f"{name}-", where, device, {}, **more))
+        with serving(models) as instance:
+            for name in small:
+                yield _compare_images(instance, name)
+            for where in ("host", "whole"):
+                took_ms = 1e3 * _time_image(instance, f"large-{where}")
+                yield Row(f"{where}: an image of {SIDE} x {SIDE} read", f"{took_ms:.0f} ms")
+            yield held(instance, "large-whole", args.device)
+
+
+def _write_seeing(folder: Path, tiny: Path) -> Path:
+    """Write a Qwen2-VL with eyes of 0.2e9 random parameters in float32."""
+    vision = {"depth": 16, "embed_dim": 1024, "num_heads": 16, "mlp_ratio": 4}
+    text = {"max_position_embeddings": CONTEXT}
+    config = configure_qwen2_vl(folder, tiny, most_tokens=256, text=text, vision=vision)
+    LIBRARY.Qwen2VLForConditionalGeneration(config).save_pretrained(folder)
+    return folder
+
+
+def _compare_images(instance: Instance, name: str) -> Row:
+    chats = (ONE, OTHER, NONE, HISTORY)
+    said = [
+        [images.ask(instance, f"{name}-{where}", chat) for chat in chats]
+        for where in ("host", "whole")
+    ]
+    same = sum(one == other for one, other in zip(*said, strict=True))
+    differing = len(set(said[0]))
+    shown = f"{same} of {len(chats)} as on the CPU, {differing} different ones"
+    return Row(f"{name}: texts with images", shown, same == differing == len(chats))
+
+
+def _time_image(instance: Instance, model: str) -> float:
+    """Return the time to the answer of one token about a new image, s: median of three."""
+    took_s = []
+    for number in range(4):
+        content = [images.image_part(images.make_picture(number)), {"type": "text", "text": "?"}]
+        body = {"model": model, "messages": [{"role": "user", "content": content}]}
+        began = time.monotonic()
+        url = f"{instance.url}/v1/chat/completions"
+        answer = httpx.post(url, json=body | {"max_tokens": 1}, timeout=300)
+        assert answer.status_code == 200, answer.text
+        took_s.append(time.monotonic() - began)
+    return statistics.median(took_s[1:])  # the first warms up
+
+
+# ---------------------------------------------------------------- experts
+
+
+def run_experts(args: argparse.Namespace) -> Iterator[Row]:
+    """Texts with few experts, where no two are nearly as good; memory with many."""
+    with tempfile.TemporaryDirectory(prefix="servekit-model-") as made:
+        models = []
+        for count in EXPERTS:
+            path = write_tiny_gguf(Path(made) / f"{count}.gguf", float32=True, experts=count)
+            model = partial(make_entry, args, path, f"{count}-")
+            models.append(model("host", "cpu", {"max_context": 256}))
+            models.append(model("whole", args.device, {"max_context": 256}))
+            models.append(model("experts", args.device, {"max_context": 256}, cpu_moe_layers=99))
+        with serving(models) as instance:
+            few, many = EXPERTS
+            wanted, *found = [
+                [ask(instance, f"{few}-{how}", one, max_tokens=TOKENS) for one in PROMPTS]
+                for how in ("host", "whole", "experts")
+            ]
+            for how, texts in zip(("whole", "experts"), found, strict=True):
+                same = sum(
+                    one["choices"] == other["choices"]
+                    for one, other in zip(wanted, texts, strict=True)
+                )
+                shown = f"{same} of {len(PROMPTS)} as on the CPU"
+                yield Row(f"{few} experts, {how}: texts", shown, same == len(PROMPTS))
+            sizes = []
+            for how in ("whole", "experts"):
+                [replica] = instance.model(f"{many}-{how}").replicas
+                sizes.append(sum(held_by_group(replica.pid).values()))
+            size = many * 2 * 3 * 96 * 64 * 4  # of 2 layers
+            shown = f"{sizes[0] / MIB:.0f} and {sizes[1] / MIB:.0f} MiB, experts {size // MIB} MiB"
+            right = sizes[0] - sizes[1] > 0.9 * size or args.device == "cpu"
+            yield Row(f"{many} experts on the GPU and on the CPU: held on the GPU", shown, right)
 
 
 # ---------------------------------------------------------------- what they hold
@@ -249,6 +378,9 @@ def plain(args: argparse.Namespace) -> dict[str, int]:
     found = dict(gpu_memory_by_pid().get(os.getpid(), {}))
     engine.close()
     return found
+
+
+CHECKS = {"ways": run_ways, "images": run_images, "experts": run_experts}
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@
 
 - equal: a random model in float32 says the same with proposals as without: greedy text, text of a
   seed, with penalties and with log probabilities; 8 requests at a time. Its draft is the model
-  itself, so all but what penalties change is accepted. Then their caches are made anew.
+  itself, so all but what penalties change is accepted. Then their caches are made anew. Then rows
+  of which the first ones take all slots of a drafting pass, and a draft with a shorter context,
+  whose embeddings of places end before the rows do.
 - speed: tokens/s with and without proposals. A random model says nothing that makes sense, so its
   logits get a script on top, by place, and it says that: it computes as any model of its size, and
   what it says has the repetitions of a real text. One script is a file of servekit in which some
@@ -41,8 +43,9 @@ from servekit.engines.api.base import Job
 from servekit.engines.text.sampling_params import Sampling
 from servekit.engines.transformers import fused_layers
 from servekit.engines.transformers.batching.continuous import ContinuousRunner
+from servekit.engines.transformers.decode import draft_model
 from servekit.engines.transformers.decode.speculation_setup import Draft
-from servekit.engines.transformers.decode.speculative import Speculator
+from servekit.engines.transformers.decode.speculative import Speculator, StepRates
 from servekit.engines.transformers.request_row import Row
 from servekit.engines.transformers.runner_factory import make_causal_runner
 from servekit.protocol.messages import SamplingParams
@@ -228,8 +231,8 @@ def compare_texts(args: argparse.Namespace) -> bool:
     print(f"\n| float32, {shape} | proposals | the same | proposed | accepted |")
     print("|---|---|---|---|---|")
     for turn in ("", ", caches anew"):
-        # a draft as slow as the model would not be asked: its time was measured with the graphs
-        speculator_of(guessing["draft"]).proposer.cost = 0.0
+        # a draft as slow as the model would not be asked
+        _propose_always(guessing["draft"])
         for name, sampling in WAYS.items():
             expected = _say(plain, f"{name}{turn}", sampling, args.length)
             for how, runner in guessing.items():
@@ -248,9 +251,64 @@ def compare_texts(args: argparse.Namespace) -> bool:
             for runner in guessing.values():
                 runner.drop_pages()
                 runner.make_pages()
-    for runner in (plain, *guessing.values()):
+    _propose_always(guessing["draft"])
+    right &= _compare_wide(plain, guessing["draft"])
+    for runner in guessing.values():
         runner.close()
+    right &= _compare_short(plain, model, args)
+    plain.close()
     return right
+
+
+def _compare_wide(plain: ContinuousRunner, drafting: ContinuousRunner) -> bool:
+    """One row's prompt has been read by the draft, and others take all slots of a pass."""
+    slots, block = drafting.plan.slots, drafting.plan.block_size
+    few = min(draft_model._FEW, slots)
+    full = _circle(0, block)
+    prompts = [_circle(at, few - 1) for at in range(1, 1 + slots // few)] + [full]
+    run_rows(drafting, [make_row("read", full, 40)])
+    return _compare_rows("no slots left", plain, drafting, prompts)
+
+
+def _compare_short(plain: ContinuousRunner, model: Any, args: argparse.Namespace) -> bool:
+    """A draft with learnt places, of which it has 64."""
+    config = library.GPT2Config(
+        vocab_size=model.config.vocab_size, n_positions=64, n_embd=128, n_layer=1, n_head=2,
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    draft = Draft(library.GPT2LMHeadModel(config).eval().to(args.device), 0.0)
+    asked = {"method": "draft", "tokens": args.tokens, "model": "short"}
+    drafting = make_runner(model, args.device, asked, draft)
+    _propose_always(drafting)
+    prompts = [_circle(at, length) for at, length in enumerate((50, 30, 200, 63, 64))]
+    right = _compare_rows("a draft's context of 64", plain, drafting, prompts)
+    drafting.close()
+    return right
+
+
+def _propose_always(drafting: ContinuousRunner) -> None:
+    """Let every step have proposals, whether or not they pay."""
+    speculator = speculator_of(drafting)
+    speculator.proposer.cost = 0.0
+    for bits in range(8):
+        speculator._rates[bits] = StepRates(
+            speculator.proposer.pause, rest=0
+        )  # and no more is known
+
+
+def _compare_rows(
+    what: str, plain: ContinuousRunner, drafting: ContinuousRunner, prompts: Sequence[list[int]]
+) -> bool:
+    before, said = counts_of(drafting), []
+    for runner in (plain, drafting):
+        rows = [make_row(f"{what}{at}", prompt, 60) for at, prompt in enumerate(prompts)]
+        run_rows(runner, rows)
+        said.append([row.completion for row in rows])
+    same = sum(one == other for one, other in zip(*said, strict=True))
+    proposed, accepted = _since(before, drafting)
+    failure = speculator_of(drafting).failure
+    print(f"| {what} | draft | {same}/{len(prompts)} | {proposed} | {accepted} | {failure}")
+    return same == len(prompts) and proposed > 0 and not failure
 
 
 def _say(runner: ContinuousRunner, name: str, sampling: Sampling, length: int) -> list[list[int]]:
@@ -264,9 +322,9 @@ def _since(before: tuple[int, int], runner: ContinuousRunner) -> tuple[int, int]
     return proposed - before[0], accepted - before[1]
 
 
-def _circle(at: int) -> list[int]:
+def _circle(at: int, length: int = 60) -> list[int]:
     """A prompt that repeats itself, as what follows may."""
-    return [8 + (at * 37 + place % (5 + at)) % 4000 for place in range(60)]
+    return [8 + (at * 37 + place % (5 + at)) % 4000 for place in range(length)]
 
 
 # ---------------------------------------------------------------- speed

@@ -250,7 +250,7 @@ def _name_parts(name: str, values: Array, *, apart: bool) -> Iterator[tuple[str,
     if name.startswith(("v.", "mm.")):
         yield name, values
         return
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 8)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 32)
     pieces = {name: values}
     if ".qkv." in name and apart:
         thirds = np.split(values, 3)
