@@ -1,4 +1,4 @@
-"""Gradio's start without what a gateway has no use for: half of the time that it takes."""
+"""Gradio without what a gateway has no use for: half of its start, and a wake-up each second."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 
 def import_gradio() -> None:
-    """Import gradio, which writes no type stubs meanwhile.
+    """Import gradio, which writes no type stubs meanwhile and looks for no expired states later.
 
     It parses the source of each component to renew a stub for editors beside it, unless the
-    component has no file.
+    component has no file. States expire if they have a `time_to_live`, which no page sets.
     """
     find_file = inspect.getfile
 
@@ -23,9 +23,14 @@ def import_gradio() -> None:
 
     setattr(inspect, "getfile", find_file_elsewhere)  # noqa: B010
     try:
-        import gradio  # noqa: F401
+        from gradio import route_utils
     finally:
         setattr(inspect, "getfile", find_file)  # noqa: B010
+    setattr(route_utils, "_delete_state", _delete_no_state)  # noqa: B010
+
+
+async def _delete_no_state(app: Any) -> None:
+    """Return at once; Gradio's own looks each second."""
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import pytest
 from servekit.gateway.api.admin.endpoints import Supervisor
 from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.ui.app import UI, build_app, calm_gradio, find_redirect
+from servekit.gateway.ui.lean_gradio import import_gradio
 from tests.polling import poll_async
 from tests.unit.gateway.conftest import Service
 
@@ -82,6 +83,7 @@ def test_who_is_led_to_which_page(path: str, language: str, there: str | None) -
 
 
 async def test_a_queue_does_not_poll_while_it_is_paused_and_answers_afterwards() -> None:
+    import_gradio()
     from fastapi import FastAPI
     from gradio import Blocks, Textbox, mount_gradio_app
 
@@ -103,6 +105,11 @@ async def test_a_queue_does_not_poll_while_it_is_paused_and_answers_afterwards()
         outer.router.lifespan_context(outer),
         httpx.AsyncClient(transport=transport, base_url="http://test/ui", timeout=30) as http,
     ):
+        await asyncio.sleep(0)  # a task that returns at once has ended
+        coroutines: Any = [task.get_coro() for task in asyncio.all_tasks()]
+        assert "_delete_state" not in {one.__name__ for one in coroutines}, (
+            "it wakes up each second"
+        )
         for text, answer in (("abc", "cba"), ("once more", "erom ecno")):
             body = {"data": [text], "fn_index": 0, "session_hash": "s", "trigger_id": 1}
             (await http.post("/gradio_api/queue/join", json=body)).raise_for_status()
