@@ -111,6 +111,10 @@ class _Part(DistributedHelper):
         self.world_size, self.dp_size = ranks, 1
         self.is_tp_driver = True
 
+    def are_kv_heads_tp_ed(self) -> bool:
+        """Return whether the plan divides the keys; the library looks in models of text only."""
+        return any(name.endswith("layers.*.self_attn.k_proj") for name in self.tp_plan)
+
     def tp_broadcast_from_rank_0(self, value: Any) -> Any:
         return value
 

@@ -102,6 +102,8 @@ class ContinuousRunner(CausalRunner):
         self._sampling.rows = self._rows
         self._read_images: Callable[[Row], StepOutput | None] | None = None
         self._images: BatchedImages | None = None
+        if ranks is not None:
+            ranks.runs_tokens = lambda: self._images is None or not self._images.laid_out
         self._idle_steps = 0
         self._step_options = decode
         self._decoder: DecodeLoop | None = None

@@ -24,6 +24,7 @@ from servekit.engines.transformers.lora.batched_lora import BatchedLora, Part
 from servekit.engines.transformers.request_row import Row
 from servekit.engines.transformers.runner import CausalRunner
 from servekit.engines.transformers.sequential import StaticRunner
+from servekit.engines.transformers.tensor_parallel.controller import Ranks
 from servekit.engines.transformers.vision.image_reader import (
     ImageReader,
     NotBatchable,
@@ -45,9 +46,14 @@ class ImageRunner(StaticRunner):
     """
 
     def __init__(
-        self, model: PreTrainedModel, capacity: int, mixing: BatchedLora | None = None
+        self,
+        model: PreTrainedModel,
+        capacity: int,
+        mixing: BatchedLora | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         super().__init__(model, capacity, chunk=0, mixing=mixing)
+        self._ranks = ranks
         self._begun = False  # the row's prompt has been read
 
     def step(self) -> list[tuple[Row, StepOutput]]:
@@ -56,7 +62,7 @@ class ImageRunner(StaticRunner):
             return super().step()
         except Exception as error:
             row = self._row
-            if row is None or row.job.media is None:
+            if row is None or row.job.media is None or (self._ranks and not self._ranks.in_step):
                 raise
             if (output := _refuse(row, error, begun=self._begun)) is None:
                 raise
@@ -252,7 +258,10 @@ def _probe_row(job: Job) -> Row:
 
 
 def add_images(
-    texts: CausalRunner, model: PreTrainedModel, twin: PreTrainedModel
+    texts: CausalRunner,
+    model: PreTrainedModel,
+    twin: PreTrainedModel,
+    ranks: Ranks | None = None,
 ) -> ImageRunner | ImagesBeside:
     """Return the runner that also takes rows with images.
 
@@ -260,5 +269,5 @@ def add_images(
     """
     if isinstance(texts, ContinuousRunner):
         texts.mixing.add_tree(twin)
-        return ImagesBeside(texts, ImageRunner(twin, texts.capacity, texts.mixing), twin)
-    return ImageRunner(model, texts.capacity)
+        return ImagesBeside(texts, ImageRunner(twin, texts.capacity, texts.mixing, ranks), twin)
+    return ImageRunner(model, texts.capacity, ranks=ranks)
