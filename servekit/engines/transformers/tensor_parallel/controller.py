@@ -84,9 +84,12 @@ class Ranks:
         return self._children.dying.wait(_DYING_S)
 
     @property
-    def in_step(self) -> bool:
-        """Return whether a pass can follow; else the last one has failed in rank 0 alone."""
-        return self._running is None
+    def left_behind(self) -> bool:
+        """Return whether rank 0 has failed in a pass: no other can follow, as the ranks are in it.
+
+        To be asked between passes.
+        """
+        return self._running is not None
 
     def mirror_forward(self, model: Any, *, reads_media: bool) -> None:
         """Run every forward pass of rank 0's model in all ranks from now on.
@@ -179,10 +182,8 @@ class Ranks:
         process_group.broadcast_tensor(whole)
 
     def _require_in_step(self) -> None:
-        if not self.in_step:
-            raise RuntimeError(
-                f"a pass of the {self._running} has failed in rank 0, and the other ranks are in it"
-            )
+        if self.left_behind:
+            raise RuntimeError(f"rank 0 has failed in a pass of the {self._running}")
 
     def _send_order(self, order: messages.ToRank) -> None:
         self._require_in_step()

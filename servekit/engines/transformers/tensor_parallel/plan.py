@@ -72,9 +72,7 @@ def find_media_obstacle(model: Any) -> str:
 
     It can if the ranks share no more of the model than its `shared_parts`.
     """
-    inside = {
-        id(module) for part in shared_parts(model).values() for module in part.modules()
-    }
+    inside = {id(module) for part in shared_parts(model).values() for module in part.modules()}
     for name, module in model.named_modules():
         if _NUMBER.sub(".*", name) in model.tp_plan and id(module) not in inside:
             return f"its plan for tensor parallelism also divides {name}"

@@ -1,8 +1,8 @@
 """A rank other than 0: runs the commands of rank 0 until rank 0 is gone.
 
 Begin      join the group, load the shards
-Run        one forward pass of the model or of a part of it; an error in it ends the process, and so the replica: the ranks
-           would no longer be in step
+Run        one forward pass of the model or of a part of it; an error in it ends the process, and so
+           the replica: the ranks would no longer be in step
 others     answered by Done or Failed
 """
 

@@ -53,7 +53,7 @@ class ImageRunner(StaticRunner):
         ranks: Ranks | None = None,
     ) -> None:
         super().__init__(model, capacity, chunk=0, mixing=mixing)
-        self._ranks = ranks
+        self.ranks = ranks
         self._begun = False  # the row's prompt has been read
 
     def step(self) -> list[tuple[Row, StepOutput]]:
@@ -62,9 +62,9 @@ class ImageRunner(StaticRunner):
             return super().step()
         except Exception as error:
             row = self._row
-            if row is None or row.job.media is None or (self._ranks and not self._ranks.in_step):
+            if row is None or row.job.media is None:
                 raise
-            if (output := _refuse(row, error, begun=self._begun)) is None:
+            if (output := _refuse(row, error, self.ranks, begun=self._begun)) is None:
                 raise
             self._drop_row()
             return [(row, output)]
@@ -231,7 +231,7 @@ class ImagesBeside:
         except NotBatchable:
             self._alone.add(row)
         except Exception as error:
-            if (output := _refuse(row, error, begun=False)) is None:
+            if (output := _refuse(row, error, self._alone.ranks, begun=False)) is None:
                 raise
             return output
         finally:
@@ -242,8 +242,10 @@ class ImagesBeside:
         return self._alone if row.job.media is not None and not self._batches else self.texts
 
 
-def _refuse(row: Row, error: Exception, *, begun: bool) -> StepOutput | None:
+def _refuse(row: Row, error: Exception, ranks: Ranks | None, *, begun: bool) -> StepOutput | None:
     """Return the end of a request whose images the model cannot read; None: a step failed."""
+    if ranks is not None and ranks.left_behind:
+        return None
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         why = "There is no memory left for the images or recordings of this request."
         return StepOutput(row.job.id, [], error=why)
