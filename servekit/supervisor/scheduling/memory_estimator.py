@@ -343,7 +343,8 @@ def _spread(
 ) -> Estimate:
     """Divide among the GPUs: weights evenly, KV caches by heads, at least one per GPU.
 
-    Of the weights, `whole` bytes are on each GPU. A number takes `number` bytes, and in the KV cache `cached`, by default the same.
+    Of the weights, `whole` bytes are on each GPU. A number takes `number` bytes, and in the KV
+    cache `cached`, by default the same.
     """
     stored = number if cached is None else cached
     count = max(1, len(place.gpus))
