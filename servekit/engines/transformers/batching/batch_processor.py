@@ -34,6 +34,8 @@ from servekit.engines.transformers.sampling import Sampler, best_tokens
 
 #: Smaller tensors of zeros are created as usual.
 LEAST_LAZY_BYTES = 2**20
+#: Names in a plan of tensor parallelism by which the library knows that a rank has a part of them.
+_KV = ("layers.*.self_attn.k_proj", "layers.*.self_attn.v_proj")
 _FIELDS = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
 
 
@@ -69,7 +71,12 @@ def make_manager(model: PreTrainedModel, plan: Plan, *, ranks: int = 1) -> Any:
         continuous_batching_config=config,
     )
     if ranks > 1:
-        made.distributed_helper = _Part(ranks, getattr(model, "tp_plan", {}))
+        divided = getattr(model, "tp_plan", {})
+        # The library looks for keys and values by their names in models of text only.
+        divided |= {
+            name: how for full, how in divided.items() for name in _KV if full.endswith(name)
+        }
+        made.distributed_helper = _Part(ranks, divided)
     return made
 
 
@@ -110,10 +117,6 @@ class _Part(DistributedHelper):
         self.tp_root_global_rank = self.tp_local_rank = self.global_rank = self.dp_rank = 0
         self.world_size, self.dp_size = ranks, 1
         self.is_tp_driver = True
-
-    def are_kv_heads_tp_ed(self) -> bool:
-        """Return whether the plan divides the keys; the library looks in models of text only."""
-        return any(name.endswith("layers.*.self_attn.k_proj") for name in self.tp_plan)
 
     def tp_broadcast_from_rank_0(self, value: Any) -> Any:
         return value

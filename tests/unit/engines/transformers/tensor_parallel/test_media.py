@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.engines.harness import Seeing
+from tests.unit.engines.seeing_model import LIBRARY
 from tests.unit.engines.transformers.tensor_parallel.conftest import MEDIA_WRITERS
 from tests.unit.engines.transformers.vision import test_engine_recordings as recordings
 from tests.unit.engines.transformers.vision.pictures import (
@@ -42,6 +43,8 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def spread(name: str, media_model: Folders, two_ranks: Opened) -> Iterator[Seeing]:
+    if name == "qwen3_vl" and LIBRARY.__version__.startswith("5.17."):
+        pytest.skip("transformers 5.17 has no plan for it")
     with two_ranks(media_model(name), kind=Seeing) as engine:
         yield engine
 

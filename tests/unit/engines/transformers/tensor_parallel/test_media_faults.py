@@ -49,7 +49,7 @@ def test_what_is_sent_and_what_is_cached(media_model: Folders, two_ranks: Opened
     asked: list[list[ChatMessage]] = [
         [say("user", lead, image, lead, RED, "?")] for image in (WIDE, RED, WIDE)
     ]
-    with two_ranks(media_model("qwen3_vl"), kind=Seeing, options={"block_size": 16}) as engine:
+    with two_ranks(media_model("qwen2_vl"), kind=Seeing, options={"block_size": 16}) as engine:
         sent, send = list[str](), engine.engine._ranks._send_order
 
         def note(order: Any) -> None:
