@@ -102,8 +102,6 @@ class ContinuousRunner(CausalRunner):
         self._sampling.rows = self._rows
         self._read_images: Callable[[Row], StepOutput | None] | None = None
         self._images: BatchedImages | None = None
-        if ranks is not None:
-            ranks.runs_tokens = lambda: self._images is None or not self._images.laid_out
         self._idle_steps = 0
         self._step_options = decode
         self._decoder: DecodeLoop | None = None
@@ -263,6 +261,10 @@ class ContinuousRunner(CausalRunner):
         without images has gone to another runner.
         """
         self._read_images, self._images = read, BatchedImages(self._model)
+
+    def reads_no_images(self) -> bool:
+        """Return whether the step that is laid out has no images."""
+        return self._images is None or not self._images.laid_out
 
     def logits_of(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """Run rows to completion; return by key all their logits, float32 [tokens, vocabulary]."""

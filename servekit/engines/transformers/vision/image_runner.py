@@ -270,6 +270,8 @@ def add_images(
     `twin` is a second tree of the model's modules, with the attention that the model came with.
     """
     if isinstance(texts, ContinuousRunner):
+        if ranks is not None:
+            ranks.runs_tokens = texts.reads_no_images
         texts.mixing.add_tree(twin)
         return ImagesBeside(texts, ImageRunner(twin, texts.capacity, texts.mixing, ranks), twin)
     return ImageRunner(model, texts.capacity, ranks=ranks)

@@ -40,6 +40,11 @@ def test_requests_one_at_a_time(
         jobs = [engine.ask(messages) for messages in SEEN]
         due = [references("qwen2_vl").ask(messages, TOKENS)[1] for messages in SEEN]
         assert [engine.tokens(job) for job in jobs] == due
+        prompt = engine.engine.encode_media(ONE, (), {}, False)
+        lost = engine.submit(prompt.ids[:3], media=prompt.inputs)
+        engine.until(lambda: engine.ended(lost), "it is refused")
+        assert "cannot read these images" in (engine.outputs[lost][0].error or "")
+        assert engine.answer(ONE) == due[0]
 
 
 @lane
