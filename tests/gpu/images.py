@@ -122,13 +122,13 @@ def compare_texts(folder: Path, tiny: Path, device: str, ranks: list[int]) -> li
     references = {name: Reference(path) for name, path in paths.items()}
     rows = []
     for count in ranks:
-        models = [
-            entry(name, "transformers", path, device, dtype="float32", memory="4GiB", **over(count))
-            for name, path in paths.items()
-        ]
+        # transformers 5.17 has no plan for Qwen3-VL.
+        served = [name for name in SMALL if count == 1 or references[name].model.tp_plan]
+        fields = {"dtype": "float32", "memory": "4GiB"} | over(count)
+        models = [entry(name, "transformers", paths[name], device, **fields) for name in served]
         with serving(models) as instance:
-            for name, reference in references.items():
-                found = compare_model(instance, name, reference)
+            for name in served:
+                found = compare_model(instance, name, references[name])
                 rows += show(
                     [Row(f"{count} GPU, {one.what}", one.measured, one.ok) for one in found]
                 )
