@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ _BITS = {"BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6} | {
 }
 #: Types that `dtype` converts; quantised weights keep theirs.
 FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
+#: Tensors of vision and audio towers, and of what projects their output, in the models of
+#: transformers: `vision_tower`, `visual`, `audio_tower`, `multi_modal_projector`, `connector`.
+_MEDIA = re.compile(r"(^|\.)\w*(vision|visual|audio|projector|connector)\w*\.")
 
 
 def read_shapes(folder: Path) -> dict[str, list[int]]:
@@ -43,13 +47,15 @@ def elements(folder: Path) -> dict[str, int]:
 
     With an index only the files in it count: some folders hold the weights twice.
     """
-    found: dict[str, int] = {}
-    for path in _list_files(folder):
-        for kind, count in _count_file_elements(path).items():
-            found[kind] = found.get(kind, 0) + count
+    found = _count_elements(folder, lambda name: True)
     if not found:
         raise ValueError(f"{folder} has no weights as safetensors")
     return found
+
+
+def media_elements(folder: Path) -> dict[str, int]:
+    """Return `elements` of the parts that read images and recordings, told by their names."""
+    return _count_elements(folder, lambda name: _MEDIA.search(name) is not None)
 
 
 def count_bytes(elements: Mapping[str, int], float_bytes: float | None = None) -> int:
@@ -87,11 +93,13 @@ def _weight_map(index: Path) -> dict[str, str]:
     return found
 
 
-def _count_file_elements(path: Path) -> dict[str, int]:
+def _count_elements(folder: Path, counts: Callable[[str], bool]) -> dict[str, int]:
     found: dict[str, int] = {}
-    for tensor in _read_header(path).values():
-        kind = str(tensor["dtype"])
-        found[kind] = found.get(kind, 0) + math.prod(tensor["shape"])
+    for path in _list_files(folder):
+        for name, tensor in _read_header(path).items():
+            if counts(name):
+                kind = str(tensor["dtype"])
+                found[kind] = found.get(kind, 0) + math.prod(tensor["shape"])
     return found
 
 

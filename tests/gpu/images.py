@@ -3,8 +3,10 @@
 --device cpu   try the script itself, with a small model
 --only NAME    one of: texts, adapters, speed
 --engines ...  of speed: transformers, vllm, and server, which is vLLM's own behind servekit
+--ranks ...    how many GPUs of a replica, by tensor parallelism: `1`, `2` or both
 
-- texts: small models in float32 say what the library's own `generate` says of the same images.
+- texts: small models in float32 say what the library's own `generate` says of the same images; over
+  several GPUs also if a rank is killed in the middle of an answer.
 - adapters: the same models with five adapters each, which change the decoder, the vision part or
   both, as LoRA, DoRA and IA3: all of them and the base, asked at once about images and without,
   say what plain PEFT and the library's `generate` say, twice.
@@ -20,6 +22,8 @@ import base64
 import concurrent.futures
 import io
 import json
+import os
+import signal
 import sys
 import tempfile
 import time
@@ -35,6 +39,7 @@ from PIL import Image as Pillow
 
 from servekit.engines.text.tokenizer import REPLACEMENT
 from servekit.protocol.messages import ChatMessage, Media
+from servekit.system import procfs
 from tests.gpu.checks import Row
 from tests.gpu.engines import entry, serving
 from tests.integration.instance import Instance
@@ -42,6 +47,7 @@ from tests.unit.engines.harness import write_tiny_llama
 from tests.unit.engines.seeing_model import (
     LIBRARY,
     configure_qwen2_vl,
+    write_gemma3,
     write_qwen2_vl,
     write_qwen3_vl,
     write_seeing_model,
@@ -49,8 +55,15 @@ from tests.unit.engines.seeing_model import (
 from tests.unit.engines.transformers.vision.media_adapters import MODES, AdapterFolders
 from tests.unit.engines.transformers.vision.pictures import HISTORY, NONE, ONE, OTHER, Reference
 
-SMALL = {"llava": write_seeing_model, "qwen2_vl": write_qwen2_vl, "qwen3_vl": write_qwen3_vl}
+SMALL = {
+    "llava": write_seeing_model,
+    "qwen2_vl": write_qwen2_vl,
+    "qwen3_vl": write_qwen3_vl,
+    "gemma3": write_gemma3,
+}
 TOKENS = 24
+#: Tokens of an answer in the midst of which a rank is killed.
+LONG = 600
 SIDE, IMAGE_TOKENS = 448, 256
 #: Of Qwen2-VL-2B-Instruct.
 TEXT = {
@@ -84,18 +97,20 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--only", choices=["texts", "adapters", "speed"])
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=["transformers"])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1])
     args = parser.parse_args()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="servekit-gpu-") as made:
         tiny = Path(made) / "tiny"
         tiny.mkdir()
-        write_tiny_llama(tiny)
+        write_tiny_llama(tiny, spare_tokens=1)
         if args.only in (None, "texts"):
-            rows += show(compare_texts(Path(made), tiny, args.device))
+            rows += compare_texts(Path(made), tiny, args.device, args.ranks)
         if args.only in (None, "adapters"):
             rows += show(compare_adapters(Path(made) / "adapters", tiny, args.device))
         if args.only in (None, "speed"):
-            rows += show(measure_speed(Path(made) / "large", tiny, args.device, args.engines))
+            folder = Path(made) / "large"
+            rows += measure_speed(folder, tiny, args.device, args.engines, args.ranks)
     return 0 if all(row.ok is not False for row in rows) else 1
 
 
@@ -109,24 +124,23 @@ def show(rows: list[Row]) -> list[Row]:
 # ---------------------------------------------------------------- texts
 
 
-def compare_texts(folder: Path, tiny: Path, device: str) -> list[Row]:
+def compare_texts(folder: Path, tiny: Path, device: str, ranks: list[int]) -> list[Row]:
     paths = {name: write(folder / name, tiny) for name, write in SMALL.items()}
-    models = [
-        entry(name, "transformers", path, device, dtype="float32", memory="4GiB")
-        for name, path in paths.items()
-    ]
+    references = {name: Reference(path) for name, path in paths.items()}
     rows = []
-    with serving(models) as instance:
-        for name, path in paths.items():
-            reference = Reference(path)
-            tokenizer = reference.processor.tokenizer
-            for kind, messages in {"one": ONE, "other": OTHER, "three": HISTORY}.items():
-                _, ids = reference.ask(messages, TOKENS)
-                text = tokenizer.decode(ids, skip_special_tokens=True).rstrip(REPLACEMENT)
-                same = bool(text) and ask(instance, name, messages).rstrip(REPLACEMENT) == text
-                rows.append(
-                    Row(f"{name}, {kind}: the library's text", "same" if same else "other", same)
+    for count in ranks:
+        # transformers 5.17 has no plan for Qwen3-VL.
+        served = [name for name in SMALL if count == 1 or references[name].model.tp_plan]
+        fields = {"dtype": "float32", "memory": "4GiB"} | over(count)
+        models = [entry(name, "transformers", paths[name], device, **fields) for name in served]
+        with serving(models) as instance:
+            for name in served:
+                found = compare_model(instance, name, references[name])
+                rows += show(
+                    [Row(f"{count} GPU, {one.what}", one.measured, one.ok) for one in found]
                 )
+            if count > 1:
+                rows += show([kill_a_rank(instance, name) for name in ("qwen2_vl", "gemma3")])
     return rows
 
 
@@ -156,17 +170,60 @@ def compare_adapters(folder: Path, tiny: Path, device: str) -> list[Row]:
     return rows
 
 
-def ask(instance: Instance, model: str, messages: list[ChatMessage]) -> str:
+def over(ranks: int) -> dict[str, Any]:
+    """Fields of a model over some GPUs."""
+    return {"gpus_per_replica": ranks, "parallel": "tensor"} if ranks > 1 else {}
+
+
+def compare_model(instance: Instance, name: str, reference: Reference) -> Iterator[Row]:
+    tokenizer = reference.processor.tokenizer
+    for kind, messages in {"one": ONE, "other": OTHER, "three": HISTORY, "none": NONE}.items():
+        _, ids = reference.ask(messages, TOKENS)
+        text = tokenizer.decode(ids, skip_special_tokens=True).rstrip(REPLACEMENT)
+        same = bool(text) and ask(instance, name, messages).rstrip(REPLACEMENT) == text
+        yield Row(f"{name}, {kind}: the library's text", "same" if same else "other", same)
+
+
+def kill_a_rank(instance: Instance, name: str) -> Row:
+    """Kill a rank in the middle of an answer about images."""
+    due = ask(instance, name, HISTORY, tokens=LONG)
+    began, said, killed_s = time.perf_counter(), "", 0.0
+    worker = instance.replica(f"{name}/0").pid
+    for piece in stream(instance, name, HISTORY, tokens=LONG):
+        said += piece
+        if said and not killed_s:
+            killed_s = time.perf_counter() - began
+            os.kill(procfs.find_descendants(worker)[0].pid, signal.SIGKILL)
+    instance.until_settled(within_s=400)
+    new = instance.replica(f"{name}/0").pid != worker
+    measured = f"the same {time.perf_counter() - began - killed_s:.1f} s later" if new else "unhurt"
+    return Row(f"{name}: its answer outlives a rank", measured, said == due and new)
+
+
+def ask(instance: Instance, model: str, messages: list[ChatMessage], tokens: int = TOKENS) -> str:
+    return "".join(stream(instance, model, messages, tokens))
+
+
+def stream(
+    instance: Instance, model: str, messages: list[ChatMessage], tokens: int
+) -> Iterator[str]:
     body = {
         "model": model,
         "messages": [{"role": one.role, "content": parts_of(one)} for one in messages],
-        "max_tokens": TOKENS,
+        "max_tokens": tokens,
         "temperature": 0,
         "ignore_eos": True,
+        "stream": True,
     }
-    answer = httpx.post(f"{instance.url}/v1/chat/completions", json=body, timeout=300)
-    assert answer.status_code == 200, answer.text
-    return str(answer.json()["choices"][0]["message"]["content"])
+    url = f"{instance.url}/v1/chat/completions"
+    with httpx.stream("POST", url, json=body, timeout=300) as coming:
+        assert coming.status_code == 200, coming.read()
+        for line in coming.iter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                assert "error" not in event, event
+                for choice in event["choices"]:
+                    yield choice["delta"].get("content") or ""
 
 
 def parts_of(message: ChatMessage) -> list[dict[str, Any]]:
@@ -184,15 +241,17 @@ def image_part(image: Media) -> dict[str, Any]:
 # ---------------------------------------------------------------- speed
 
 
-def measure_speed(folder: Path, tiny: Path, device: str, engines: list[str]) -> list[Row]:
+def measure_speed(
+    folder: Path, tiny: Path, device: str, engines: list[str], ranks: list[int]
+) -> list[Row]:
     write_large(folder, tiny, device)
-    rows = [library_alone(folder, device)]
+    rows = show([library_alone(folder, device)])
     memory = "40GiB" if device == "cuda" else "2GiB"
     for engine in engines:
-        model = entry(
-            "m", path=folder, device=device, memory=memory, dtype="bfloat16", **ENGINES[engine]
-        )
-        rows += measure_engine(engine, model)
+        for count in ranks:
+            fields = {"memory": memory, "dtype": "bfloat16"} | ENGINES[engine] | over(count)
+            named = engine if count == 1 else f"{engine}, {count} GPUs"
+            rows += show(measure_engine(named, entry("m", path=folder, device=device, **fields)))
     return rows
 
 

@@ -192,6 +192,8 @@ class TransformersEngine(LoopedEngine):
             probes = [job for jobs in proofs.values() for job in jobs]
             how = runner.place_media(probes)
         except Exception as error:  # of the library's processor or model: texts are served anyway
+            if self._ranks_left_behind:
+                raise
             for modality in tried:
                 warn_unavailable(self.spec.model, describe_error(error), modality)
             return ""
@@ -199,6 +201,10 @@ class TransformersEngine(LoopedEngine):
         detail = f"{' and '.join(NOUNS[one] for one in proofs)} {how}"
         log.info("images_prepared", model=self.spec.model, detail=detail)
         return f"; {detail}"
+
+    @property
+    def _ranks_left_behind(self) -> bool:
+        return self._ranks is not None and self._ranks.left_behind
 
     def _prove(self, encoder: MediaEncoder, modality: Modality) -> list[Job]:
         """Return the jobs by which the model has shown that it reads a modality; else warn."""
@@ -216,6 +222,8 @@ class TransformersEngine(LoopedEngine):
                 check_job(jobs[-1], self._limits)
             cast("ImageRunner | ImagesBeside", self._runner).read_media(jobs)
         except Exception as error:  # of the library's processor or model
+            if self._ranks_left_behind:
+                raise
             warn_unavailable(self.spec.model, describe_error(error), modality)
             return []
         return jobs

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from servekit.engines.api.base import Report
 from servekit.engines.api.load_phases import phase
+from servekit.engines.media.media_warnings import warn_unavailable
 from servekit.engines.model_files.model_kind import ModelKind, find_model_kind
 from servekit.engines.model_files.source import resolve_folder
 from servekit.engines.text.pair_template import find_pair_template
@@ -109,7 +110,10 @@ def load_from_spec(spec: WorkerSpec, report: Report) -> Loaded:
         ):
             model = _load_model(folder, spec, report, kind)
         if ranks is not None:
-            ranks.mirror_forward(model)
+            if kind == "see" and (why := plan.find_media_obstacle(model)):
+                warn_unavailable(spec.model, why)
+                processor, kind = None, "generate"
+            ranks.mirror_forward(model, reads_media=kind == "see")
         pairs = find_pair_template(folder, spec, kind, tokenizer)
         codec = TokenizerCodec(tokenizer, completes_chats=processor is not None, pairs=pairs)
         codec.start_proof()
@@ -253,4 +257,4 @@ def _make_runner(
     if why := explain_no_adapters(model, spec):
         refused = {adapter.name: why for adapter in spec.adapters}
         info = structs.replace(info, refused_adapters=refused)
-    return texts if twin is None else add_images(texts, model, twin), info
+    return texts if twin is None else add_images(texts, model, twin, ranks), info

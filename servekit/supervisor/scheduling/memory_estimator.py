@@ -1,6 +1,7 @@
 """Estimate of a model's GPU memory, from the headers of its files.
 
-    weights      exact: the tensors' types and shapes, converted as `dtype` says
+    weights      exact: the tensors' types and shapes, converted as `dtype` says; those that read
+                 images and recordings are on each GPU of a model of the transformers engine
     KV cache     exact for one request: layers × heads × sizes; the engine chooses their number
     workspace    CUDA's context, kernels and libraries (CONTEXT_BYTES), NCCL's buffers where several
                  processes share a model, vLLM's CUDA graphs, the activations of one pass, logits
@@ -234,7 +235,12 @@ def _of_folder(model: ModelConfig, place: Assignment, folder: Path) -> Estimate:
         shape = None
     quantised = "quantization_config" in config or _quantization(model)
     number = _BYTES.get(_stated_dtype(config), 2) if quantised or floats is None else floats
-    return _spread(model, place, weights, shape, number, cached=_cached_bytes(model, number))
+    whole = 0
+    shared = len(place.gpus) > 1 and model.parallel != "device_map"
+    if shared and model.engine == "transformers":
+        whole = safetensors.count_bytes(safetensors.media_elements(folder), floats)
+    cached = _cached_bytes(model, number)
+    return _spread(model, place, weights, shape, number, cached=cached, whole=whole)
 
 
 def _cached_bytes(model: ModelConfig, number: float) -> float:
@@ -332,11 +338,13 @@ def _spread(
     number: float,
     *,
     cached: float | None = None,
+    whole: int = 0,
     partly: bool = False,
 ) -> Estimate:
     """Divide among the GPUs: weights evenly, KV caches by heads, at least one per GPU.
 
-    A number takes `number` bytes, and in the KV cache `cached`, by default the same.
+    Of the weights, `whole` bytes are on each GPU. A number takes `number` bytes, and in the KV
+    cache `cached`, by default the same.
     """
     stored = number if cached is None else cached
     count = max(1, len(place.gpus))
@@ -354,7 +362,7 @@ def _spread(
         weights_bytes=weights,
         kv_1k_bytes=size_of(1024),
         context=context,
-        on_each_weights_bytes=weights // count,
+        on_each_weights_bytes=whole + (weights - whole) // count,
         on_each_kv_bytes=size_of(context) // parts,
         on_each_workspace_bytes=_workspace(model, place, shape, number) if place.gpus else 0,
         on_each_requests=tuple((length, size_of(length) // parts) for length in lengths),

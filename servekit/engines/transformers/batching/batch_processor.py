@@ -34,6 +34,8 @@ from servekit.engines.transformers.sampling import Sampler, best_tokens
 
 #: Smaller tensors of zeros are created as usual.
 LEAST_LAZY_BYTES = 2**20
+#: Names in a plan of tensor parallelism by which the library knows that a rank has a part of them.
+_KV = ("layers.*.self_attn.k_proj", "layers.*.self_attn.v_proj")
 _FIELDS = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
 
 
@@ -69,7 +71,12 @@ def make_manager(model: PreTrainedModel, plan: Plan, *, ranks: int = 1) -> Any:
         continuous_batching_config=config,
     )
     if ranks > 1:
-        made.distributed_helper = _Part(ranks, getattr(model, "tp_plan", {}))
+        divided = getattr(model, "tp_plan", {})
+        # The library looks for keys and values by their names in models of text only.
+        divided |= {
+            name: how for full, how in divided.items() for name in _KV if full.endswith(name)
+        }
+        made.distributed_helper = _Part(ranks, divided)
     return made
 
 

@@ -262,6 +262,10 @@ class ContinuousRunner(CausalRunner):
         """
         self._read_images, self._images = read, BatchedImages(self._model)
 
+    def reads_no_images(self) -> bool:
+        """Return whether the step that is laid out has no images."""
+        return self._images is None or not self._images.laid_out
+
     def logits_of(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """Run rows to completion; return by key all their logits, float32 [tokens, vocabulary]."""
         seen: dict[str, list[Tensor]] = {row.key: [] for row in rows}

@@ -10,5 +10,9 @@ run the forward passes that rank 0 runs (`controller`, `rank_process`), with the
 (`tensor_transfer`). They receive commands over a socket, so that an idle rank waits there and not
 in a collective; all tensors arrive in one broadcast.
 
+Images and recordings are read by rank 0 alone, before the others hear of them. Passes with these
+run part by part in all ranks: the input embedding, the decoder with rank 0's embeddings, positions
+and masks, and the head.
+
 Only `engines.transformers` may import from here.
 """

@@ -5,7 +5,7 @@ All calls come from one thread at a time: first the loading one, then the engine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from servekit.engines.model_files.model_kind import ModelKind
 from servekit.engines.transformers.batching.kv_cache import Plan
 from servekit.engines.transformers.tensor_parallel import (
     messages,
+    plan,
     process_group,
     tensor_transfer,
 )
@@ -36,6 +37,9 @@ class Ranks:
     def __init__(self, spec: WorkerSpec) -> None:
         self.size = spec.gpus
         self.free_bytes: int | None = None  # minimum over the other ranks, once reported
+        #: Whether the batch's next pass is of tokens alone, which all ranks embed as they are.
+        self.runs_tokens: Callable[[], bool] = lambda: False
+        self._running: messages.Runs | None = None  # in all ranks now
         self._spec = spec
         self._device = process_group.device_of(spec, 0)
         try:
@@ -79,15 +83,50 @@ class Ranks:
         """Return whether a rank has died, which makes rank 0's step fail with another error."""
         return self._children.dying.wait(_DYING_S)
 
-    def mirror_forward(self, model: Any) -> None:
-        """Run every forward pass of rank 0's model in all ranks from now on."""
+    @property
+    def left_behind(self) -> bool:
+        """Return whether rank 0 has failed in a pass: no other can follow, as the ranks are in it.
 
-        def mirror(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        To be asked between passes.
+        """
+        return self._running is not None
+
+    def mirror_forward(self, model: Any, *, reads_media: bool) -> None:
+        """Run every forward pass of rank 0's model in all ranks from now on.
+
+        A model that `reads_media` does so in rank 0 alone, whose other ranks run the parts that are
+        shared, with rank 0's arguments: its input embedding, decoder and head. The parts of its
+        copies (`clone_modules`) run in all ranks, too. A batch of tokens alone runs as a whole.
+        """
+
+        def begin_model(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._require_in_step()
+            if reads_media and not (module is model and self.runs_tokens()):
+                return
             if args:
-                raise TypeError("the ranks take arguments by name only")
-            self._run_forward(str(module.config._attn_implementation), kwargs)
+                raise TypeError("the ranks take a model's arguments by name only")
+            self._run_forward("model", module, args, kwargs)
 
-        model.register_forward_pre_hook(mirror, with_kwargs=True)
+        def end_model(module: Any, args: Any, out: Any) -> None:
+            self._running = None
+
+        model.register_forward_pre_hook(begin_model, with_kwargs=True)
+        model.register_forward_hook(end_model)
+        if reads_media:
+            for what, part in plan.shared_parts(model).items():
+                self._mirror_part(what, part)
+
+    def _mirror_part(self, what: messages.Runs, part: Any) -> None:
+        def begin_part(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._running is None:  # else it is a part of what runs
+                self._run_forward(what, module, args, kwargs)
+
+        def end_part(module: Any, args: Any, out: Any) -> None:
+            if self._running == what:
+                self._running = None
+
+        part.register_forward_pre_hook(begin_part, with_kwargs=True)
+        part.register_forward_hook(end_part)
 
     @contextmanager
     def paging(self, plan: Plan, attention: str) -> Iterator[None]:
@@ -130,15 +169,24 @@ class Ranks:
 
     # ---- messages
 
-    def _run_forward(self, attention: str, kwargs: dict[str, Any]) -> None:
-        arguments, tensors = tensor_transfer.pack_arguments(kwargs)
+    def _run_forward(
+        self, what: messages.Runs, module: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
+        arguments, tensors = tensor_transfer.pack_arguments(args, kwargs)
         whole = tensor_transfer.join_tensors(tensors, self._device)
-        self._send_order(
-            messages.Run(attention, arguments, tensor_transfer.tensor_forms(tensors), len(whole))
-        )
+        config = getattr(module, "config", None)
+        attention = "" if config is None else str(config._attn_implementation)
+        forms = tensor_transfer.tensor_forms(tensors)
+        self._send_order(messages.Run(what, attention, arguments, forms, len(whole)))
+        self._running = what
         process_group.broadcast_tensor(whole)
 
+    def _require_in_step(self) -> None:
+        if self.left_behind:
+            raise RuntimeError(f"rank 0 has failed in a pass of the {self._running}")
+
     def _send_order(self, order: messages.ToRank) -> None:
+        self._require_in_step()
         for channel in self._children.channels:
             messages.send_message(channel, order)
 

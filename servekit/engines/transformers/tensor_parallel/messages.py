@@ -7,7 +7,7 @@ rank → rank 0    Done · Failed       in answer to all of them but Run
 from __future__ import annotations
 
 import socket
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -51,12 +51,18 @@ class TensorForm(Value, frozen=True):
     shape: tuple[int, ...]
 
 
-class Run(Message, frozen=True):
-    """Command to run the model once, with `size_bytes` of tensors in a broadcast.
+#: What a pass runs: the whole model, or one of the parts that a model with media has.
+Runs = Literal["model", "embedding", "decoder", "head"]
 
-    `arguments` and `tensors` are those of `tensor_transfer`.
+
+class Run(Message, frozen=True):
+    """Command to run the model or a part of it once, with `size_bytes` of tensors in a broadcast.
+
+    `arguments` and `tensors` are those of `tensor_transfer`. `attention` is the library's name of
+    an implementation, or empty where the part has none.
     """
 
+    what: Runs
     attention: str
     arguments: Any
     tensors: tuple[TensorForm, ...]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
 import transformers
 
+from servekit.engines.transformers.tensor_parallel import messages
 from servekit.errors import LoadError
 from servekit.protocol.messages import WorkerSpec
 
 NO_ADAPTERS = (
     "This model is spread over several devices, where the transformers engine has no adapters."
 )
+
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
 def is_spread(spec: WorkerSpec) -> bool:
@@ -51,3 +55,25 @@ def check_spread(model: Any, spec: WorkerSpec) -> None:
             f"{spec.gpus} devices cannot share evenly; choose another `gpus_per_replica`, "
             f"or write {instead}."
         )
+
+
+def shared_parts(model: Any) -> dict[messages.Runs, Any]:
+    """Return the parts of a model that reads media which all ranks run, in their order."""
+    found: dict[messages.Runs, Any] = {
+        "embedding": model.get_input_embeddings(),
+        "decoder": model.get_decoder(),
+        "head": model.get_output_embeddings(),
+    }
+    return {what: part for what, part in found.items() if part is not None}
+
+
+def find_media_obstacle(model: Any) -> str:
+    """Return why rank 0 alone cannot read the images and recordings of a model, or "".
+
+    It can if the ranks share no more of the model than its `shared_parts`.
+    """
+    inside = {id(module) for part in shared_parts(model).values() for module in part.modules()}
+    for name, module in model.named_modules():
+        if _NUMBER.sub(".*", name) in model.tp_plan and id(module) not in inside:
+            return f"its plan for tensor parallelism also divides {name}"
+    return ""

@@ -1,8 +1,8 @@
 """A rank other than 0: runs the commands of rank 0 until rank 0 is gone.
 
 Begin      join the group, load the shards
-Run        one forward pass; an error in it ends the process, and so the replica: the ranks
-           would no longer be in step
+Run        one forward pass of the model or of a part of it; an error in it ends the process, and so
+           the replica: the ranks would no longer be in step
 others     answered by Done or Failed
 """
 
@@ -22,6 +22,7 @@ from servekit.engines.transformers.batching import batch_processor, kv_cache
 from servekit.engines.transformers.sleep import device_memory, weight_offload
 from servekit.engines.transformers.tensor_parallel import (
     messages,
+    plan,
     process_group,
     tensor_transfer,
 )
@@ -38,6 +39,7 @@ class Follower:
         self._size = size
         self._device = torch.device("cpu")
         self._model: Any = None
+        self._parts: dict[messages.Runs, Any] = {}  # by which rank 0 names what to run
         self._attention = ""  # the library's name of its implementation
         self._spec: WorkerSpec
         self._store: weight_offload.WeightStore
@@ -91,16 +93,19 @@ class Follower:
             kind=order.kind,
             device=self._device,
         )
+        self._parts = {"model": self._model}
+        if order.kind == "see":
+            self._parts |= plan.shared_parts(self._model)
         self._attention = str(self._model.config._attn_implementation)
         self._store = weight_offload.weight_store(self._model, self._device)
 
     def _make_pages(self, order: messages.MakePages) -> None:
         self._drop_pages()
-        plan = kv_cache.Plan(
+        size = kv_cache.Plan(
             order.blocks, order.block_size, order.batch_tokens, order.slots, order.token_bytes
         )
         self._model.set_attn_implementation(self._attention)
-        manager = batch_processor.make_manager(self._model, plan, ranks=self._size)
+        manager = batch_processor.make_manager(self._model, size, ranks=self._size)
         self._model.set_attn_implementation(order.attention)
         self._processor = batch_processor.create_processor(manager)
 
@@ -115,9 +120,13 @@ class Follower:
             process_group.broadcast_tensor(whole), order.tensors
         )
         pages = None if self._processor is None else self._processor.cache
-        arguments = tensor_transfer.unpack_value(order.arguments, tensors, self._past, pages)
-        if str(self._model.config._attn_implementation) != order.attention:
+        args, kwargs = tensor_transfer.unpack_value(order.arguments, tensors, self._past, pages)
+        module = self._parts[order.what]
+        if order.attention and str(module.config._attn_implementation) != order.attention:
             self._model.set_attn_implementation(order.attention)
-        outputs = self._model(**arguments)
-        if arguments.get("use_cache"):
+        keeps = bool(kwargs.get("use_cache"))
+        if keeps and kwargs.get("past_key_values") is None:
+            self._past = None  # of an earlier request, whose memory this one may need
+        outputs = module(*args, **kwargs)
+        if keeps:
             self._past = outputs.past_key_values

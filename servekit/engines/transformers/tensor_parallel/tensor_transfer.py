@@ -2,7 +2,7 @@
 
 Plain values and the shapes of tensors are sent as a message; the tensors are joined in one piece of
 device memory and broadcast. Caches are not sent: each rank has its own, and is told which one to
-use.
+use. For an empty one it creates its own.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ _ALIGN_BYTES = 16
 _NOT_SENT = {"logits_processor_args"}
 
 
-def pack_arguments(arguments: Mapping[str, Any]) -> tuple[Any, list[Tensor]]:
+def pack_arguments(
+    args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[Any], list[Tensor]]:
     """Return the arguments as a message, and the tensors that go with it.
 
     Raises TypeError for a value that can be sent in neither way.
     """
     tensors: list[Tensor] = []
-    kept = {name: value for name, value in arguments.items() if name not in _NOT_SENT}
-    return _pack_value(kept, tensors), tensors
+    kept = {name: value for name, value in kwargs.items() if name not in _NOT_SENT}
+    return [_pack_value(list(args), tensors), _pack_value(kept, tensors)], tensors
 
 
 def _pack_value(value: Any, tensors: list[Tensor]) -> Any:
@@ -44,13 +46,21 @@ def _pack_value(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, (list, tuple)):
         return [_pack_value(item, tensors) for item in value]
     if isinstance(value, Cache):
-        return {"past": True}
+        return None if _is_empty(value) else {"past": True}
     if hasattr(value, "layout"):
         layout: Layout | None = value.layout
         return {"pages": None if layout is None else [layout.pasts, layout.queries]}
     raise TypeError(
         f"a forward pass takes a {type(value).__name__}, which is neither a tensor nor a cache"
     )
+
+
+def _is_empty(cache: Cache) -> bool:
+    """Return whether no token is in a cache. Layers of a recurrent model have no length."""
+    sized = [layer for layer in cache.layers if hasattr(layer, "get_seq_length")]
+    if cache.layers and not sized:
+        return False
+    return not any(layer.get_seq_length() for layer in sized)
 
 
 def unpack_value(packed: Any, tensors: Sequence[Tensor], past: Any, pages: Any) -> Any:

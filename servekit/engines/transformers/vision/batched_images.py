@@ -45,7 +45,10 @@ class BatchedImages:
     def attach(self, model: Any) -> None:
         """Install images into the batches that this model runs, too: an adapter's own."""
         model.get_input_embeddings().register_forward_hook(self._put_rows)
-        model.get_decoder().register_forward_pre_hook(self._put_arguments, with_kwargs=True)
+        # Before the hook that sends the arguments to other ranks.
+        model.get_decoder().register_forward_pre_hook(
+            self._put_arguments, with_kwargs=True, prepend=True
+        )
 
     def lay_out(self, parts: Sequence[ImagePart]) -> None:
         """Set the layout of the next forward pass, in the batch's order."""
@@ -68,6 +71,11 @@ class BatchedImages:
         rows, *added = (torch.cat(layer).to(self._device) for layer in zip(*pieces, strict=True))
         where = torch.tensor(places, dtype=torch.int64, device=self._device)
         self._step = _Step(where, rows, added, positions)
+
+    @property
+    def laid_out(self) -> bool:
+        """Return whether the next forward pass has images."""
+        return self._step is not None
 
     def clear(self) -> None:
         """Forget the last layout: the next forward pass has no images."""

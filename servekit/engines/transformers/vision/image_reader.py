@@ -117,7 +117,9 @@ class ImageReader:
             use_cache=False,
             **inputs,
         )
-        hook = self._decoder.register_forward_pre_hook(stop_at_decoder, with_kwargs=True)
+        hook = self._decoder.register_forward_pre_hook(
+            stop_at_decoder, with_kwargs=True, prepend=True
+        )
         try:
             self._model(**asked, return_dict=True)
         except _Reached as reached:

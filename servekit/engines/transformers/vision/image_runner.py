@@ -24,6 +24,7 @@ from servekit.engines.transformers.lora.batched_lora import BatchedLora, Part
 from servekit.engines.transformers.request_row import Row
 from servekit.engines.transformers.runner import CausalRunner
 from servekit.engines.transformers.sequential import StaticRunner
+from servekit.engines.transformers.tensor_parallel.controller import Ranks
 from servekit.engines.transformers.vision.image_reader import (
     ImageReader,
     NotBatchable,
@@ -45,9 +46,14 @@ class ImageRunner(StaticRunner):
     """
 
     def __init__(
-        self, model: PreTrainedModel, capacity: int, mixing: BatchedLora | None = None
+        self,
+        model: PreTrainedModel,
+        capacity: int,
+        mixing: BatchedLora | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         super().__init__(model, capacity, chunk=0, mixing=mixing)
+        self.ranks = ranks
         self._begun = False  # the row's prompt has been read
 
     def step(self) -> list[tuple[Row, StepOutput]]:
@@ -58,7 +64,7 @@ class ImageRunner(StaticRunner):
             row = self._row
             if row is None or row.job.media is None:
                 raise
-            if (output := _refuse(row, error, begun=self._begun)) is None:
+            if (output := _refuse(row, error, self.ranks, begun=self._begun)) is None:
                 raise
             self._drop_row()
             return [(row, output)]
@@ -225,7 +231,7 @@ class ImagesBeside:
         except NotBatchable:
             self._alone.add(row)
         except Exception as error:
-            if (output := _refuse(row, error, begun=False)) is None:
+            if (output := _refuse(row, error, self._alone.ranks, begun=False)) is None:
                 raise
             return output
         finally:
@@ -236,8 +242,10 @@ class ImagesBeside:
         return self._alone if row.job.media is not None and not self._batches else self.texts
 
 
-def _refuse(row: Row, error: Exception, *, begun: bool) -> StepOutput | None:
+def _refuse(row: Row, error: Exception, ranks: Ranks | None, *, begun: bool) -> StepOutput | None:
     """Return the end of a request whose images the model cannot read; None: a step failed."""
+    if ranks is not None and ranks.left_behind:
+        return None
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         why = "There is no memory left for the images or recordings of this request."
         return StepOutput(row.job.id, [], error=why)
@@ -252,13 +260,18 @@ def _probe_row(job: Job) -> Row:
 
 
 def add_images(
-    texts: CausalRunner, model: PreTrainedModel, twin: PreTrainedModel
+    texts: CausalRunner,
+    model: PreTrainedModel,
+    twin: PreTrainedModel,
+    ranks: Ranks | None = None,
 ) -> ImageRunner | ImagesBeside:
     """Return the runner that also takes rows with images.
 
     `twin` is a second tree of the model's modules, with the attention that the model came with.
     """
     if isinstance(texts, ContinuousRunner):
+        if ranks is not None:
+            ranks.runs_tokens = texts.reads_no_images
         texts.mixing.add_tree(twin)
-        return ImagesBeside(texts, ImageRunner(twin, texts.capacity, texts.mixing), twin)
-    return ImageRunner(model, texts.capacity)
+        return ImagesBeside(texts, ImageRunner(twin, texts.capacity, texts.mixing, ranks), twin)
+    return ImageRunner(model, texts.capacity, ranks=ranks)

@@ -17,7 +17,6 @@ from transformers.utils.import_utils import is_torchvision_available
 
 from servekit.engines.media.media_warnings import warn_unavailable
 from servekit.engines.transformers import weights
-from servekit.engines.transformers.tensor_parallel import plan
 from servekit.errors import Unsupported, describe_error
 from servekit.protocol.messages import WorkerSpec
 
@@ -34,8 +33,6 @@ def load_processor(folder: Path, spec: WorkerSpec) -> Any | None:
     if kind not in modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES:
         return None
     try:
-        if plan.over_ranks(spec):
-            raise Unsupported("it is spread over its GPUs by tensor parallelism")
         processor = _load(folder, spec, kind)
         if not _has_media_part(processor):
             raise Unsupported("its folder has no image processor and no feature extractor")

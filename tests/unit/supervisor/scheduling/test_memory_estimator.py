@@ -136,6 +136,32 @@ def test_it_is_divided_among_gpus_with_one_head_on_each_at_least(tmp_path: Path)
     assert sixteen.weights_bytes == one.weights_bytes
 
 
+@pytest.mark.parametrize(
+    ("keys", "each"),
+    [
+        ({}, 1000 + 600),
+        ({"parallel": "device_map"}, (2000 + 600) // 2),
+        ({"engine": "vllm"}, (2000 + 600) // 2),
+    ],
+)
+def test_what_reads_media_is_on_each_gpu(tmp_path: Path, keys: dict[str, Any], each: int) -> None:
+    path = folder(tmp_path / "m")
+    names = {
+        "language_model.model.layers.0.self_attn.q_proj.weight": 999,
+        "lm_head.weight": 1,
+        "vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight": 100,
+        "multi_modal_projector.linear_1.weight": 50,
+        "model.visual.blocks.0.attn.qkv.weight": 50,
+        "thinker.audio_tower.layers.0.fc1.weight": 50,
+        "model.connector.modality_projection.proj.weight": 25,
+        "model.embed_audio.embedding.weight": 25,
+    }
+    tensors = {name: ("BF16", [count]) for name, count in names.items()}
+    write(path / "model.safetensors", tensors)
+    assert of(path, 2, **keys).on_each_weights_bytes == each
+    assert of(path, 1, **keys).on_each_weights_bytes == 2600
+
+
 def test_a_shorter_context_takes_less(tmp_path: Path) -> None:
     found = of(folder(tmp_path / "m"), max_context=8192)
     assert (found.context, found.on_each_kv_bytes) == (8192, GIB)

@@ -5,14 +5,35 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from servekit.protocol.messages import WorkerSpec
 from tests.unit.engines.harness import Harness, make_spec, write_tiny_llama
+from tests.unit.engines.seeing_model import (
+    write_gemma3,
+    write_idefics3,
+    write_qwen2_5_omni,
+    write_qwen2_audio,
+    write_qwen2_vl,
+    write_qwen3_vl,
+    write_seeing_model,
+)
+from tests.unit.engines.transformers.vision.pictures import Reference
 
 ROOT = Path(__file__).parents[5]
+MEDIA_WRITERS = {
+    "llava": write_seeing_model,
+    "idefics3": write_idefics3,
+    "qwen2_vl": write_qwen2_vl,
+    "qwen3_vl": write_qwen3_vl,
+    "gemma3": write_gemma3,
+    "omni": write_qwen2_5_omni,
+    "qwen2_audio": write_qwen2_audio,
+}
 
 
 @pytest.fixture(scope="session")
@@ -34,11 +55,13 @@ def two_ranks() -> Callable[..., Any]:
     """Opens an engine over two ranks, one at a time: a process has one group."""
 
     @contextmanager
-    def opened(path: Path, **fields: Any) -> Iterator[Harness]:
+    def opened(
+        path: Path, kind: Callable[[WorkerSpec], Harness] = Harness, **fields: Any
+    ) -> Iterator[Harness]:
         patch = pytest.MonkeyPatch()
         patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)  # ranks are fresh interpreters
         try:
-            engine = Harness(make_spec(path, gpus=2, parallel="tensor", **fields))
+            engine = kind(make_spec(path, gpus=2, parallel="tensor", **fields))
             try:
                 yield engine
             finally:
@@ -47,3 +70,13 @@ def two_ranks() -> Callable[..., Any]:
             patch.undo()
 
     return opened
+
+
+@pytest.fixture(scope="module")
+def media_model(tmp_path_factory: pytest.TempPathFactory, even: Path) -> Callable[[str], Path]:
+    return cache(lambda name: MEDIA_WRITERS[name](tmp_path_factory.mktemp(name), even))
+
+
+@pytest.fixture(scope="module")
+def references(media_model: Callable[[str], Path]) -> Callable[[str], Reference]:
+    return cache(lambda name: Reference(media_model(name)))

@@ -17,14 +17,16 @@ CPU = torch.device("cpu")
 
 def sent(arguments: dict[str, Any], past: Any = None, pages: Any = None) -> Any:
     """Over a message and one tensor, as between two ranks."""
-    packed, tensors = tensor_transfer.pack_arguments(arguments)
+    packed, tensors = tensor_transfer.pack_arguments([], arguments)
     whole = tensor_transfer.join_tensors(tensors, CPU)
     assert len(whole) == tensor_transfer.count_buffer_bytes(tensors)
-    run = messages.Run("sdpa", packed, tensor_transfer.tensor_forms(tensors), len(whole))
+    run = messages.Run("model", "sdpa", packed, tensor_transfer.tensor_forms(tensors), len(whole))
     over = messages._order.decode(messages._encode(run))
-    return tensor_transfer.unpack_value(
+    args, kwargs = tensor_transfer.unpack_value(
         over.arguments, tensor_transfer.split_tensors(whole, over.tensors), past, pages
     )
+    assert args == []
+    return kwargs
 
 
 def test_tensors_of_any_dtype_and_shape() -> None:
@@ -53,14 +55,16 @@ def test_plain_values_stay_as_they_are() -> None:
 def test_caches_are_each_ranks_own() -> None:
     pages = SimpleNamespace(layout=None, device=CPU)
     theirs = SimpleNamespace(layout=Layout.build([3, 0], [1, 4], CPU))
-    past = DynamicCache()
-    found = sent({"cache": theirs, "past_key_values": DynamicCache()}, past, pages)
+    past, full = DynamicCache(), DynamicCache()
+    full.update(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4), 0)
+    found = sent({"cache": theirs, "past_key_values": full}, past, pages)
     assert found["cache"] is pages
     assert found["past_key_values"] is past
+    assert sent({"past_key_values": DynamicCache()}, past)["past_key_values"] is None
     assert pages.layout is not None
     assert (pages.layout.pasts, pages.layout.queries) == ([3, 0], [1, 4])
 
 
 def test_what_no_other_rank_could_have_is_refused() -> None:
     with pytest.raises(TypeError, match="takes a object"):
-        tensor_transfer.pack_arguments({"what": object()})
+        tensor_transfer.pack_arguments([], {"what": object()})
