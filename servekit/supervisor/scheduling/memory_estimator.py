@@ -23,6 +23,7 @@ from servekit.config.engines.quantization_checks import get_method
 from servekit.config.engines.speculative_checks import get_speculative
 from servekit.config.schema import ModelConfig
 from servekit.model_metadata import (
+    ctranslate2,
     gguf,
     kv_cache_shape,
     projector,
@@ -219,6 +220,13 @@ def _could_quantise(model: ModelConfig) -> bool:
 
 
 def _of_folder(model: ModelConfig, place: Assignment, folder: Path) -> Estimate:
+    if model.engine == "faster_whisper":
+        asked = model.options.get("compute_type", "auto")
+        asked = "default" if (asked, model.dtype) == ("auto", "auto") else asked
+        kind = model.dtype if asked == "auto" else asked
+        file = folder / ctranslate2.FILE
+        weights = ctranslate2.count_bytes(file, kind, on_gpu=bool(place.gpus))
+        return _spread(model, place, weights, None, 0.0)
     config = _config(folder)
     elements = safetensors.elements(folder)
     floats = _float_bytes(model, place, config)
