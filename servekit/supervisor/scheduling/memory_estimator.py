@@ -195,6 +195,8 @@ def _suggest(model: ModelConfig, place: Assignment, found: Estimate, claim: int)
     parts = model.gpus_per_replica
     if model.engine == "transformers" and found.from_gguf:
         ways.append("engine llamacpp loads this file as it is, quantised")
+    elif model.engine == "faster_whisper" and "compute_type" not in model.options:
+        ways.append("`options: {compute_type: int8}` takes a byte for a number of the weights")
     elif _could_quantise(model) and each // 2 < claim:
         method = "int4" if place.gpus else "int8"
         ways.append(f"`options: {{quantization: {method}}}` at least halves the linear layers")
