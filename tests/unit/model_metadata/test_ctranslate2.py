@@ -53,7 +53,10 @@ def test_a_model_of_the_library_is_read(tmp_path: Path) -> None:
 def _fill(layer: Any, name: str, value: Any) -> None:
     last = name.rpartition("/")[2]
     if value is None:
-        setattr(layer, last, np.ones((4, 4) if last == "weight" else (4,), np.float32))
+        shape = (4, 4) if last == "weight" else (4,)
+        # different for each name: the library writes equal ones once
+        numbers = np.random.default_rng(list(name.encode()))
+        setattr(layer, last, numbers.random(shape, np.float32))
 
 
 def test_what_is_no_model_is_told(tmp_path: Path) -> None:
