@@ -30,7 +30,7 @@ LONGEST = write_wav(make_samples(300, 2, rate=2000), 2000)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # of some size, so that a window takes a while
-    sizes = {"d_model": 64, "encoder_layers": 4, "encoder_ffn_dim": 256}
+    sizes: dict[str, Any] = {"d_model": 64, "encoder_layers": 4, "encoder_ffn_dim": 256}
     return write_ctranslate2(tmp_path_factory.mktemp("whisper"), **sizes)
 
 

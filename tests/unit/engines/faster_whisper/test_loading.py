@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -116,15 +118,13 @@ def test_threads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert loading.count_threads(spec("faster_whisper", folder, options={"threads": 3})) == 3
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert loading.count_threads(spec("faster_whisper", folder)) == 2
-    monkeypatch.setattr(loading.os, "sched_getaffinity", lambda _: set(range(12)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
     assert loading.count_threads(spec("faster_whisper", folder, device="cuda")) == 4
     monkeypatch.setenv("OMP_NUM_THREADS", "")
     assert loading.count_threads(spec("faster_whisper", folder)) == 6
 
 
 def test_neither_torch_nor_transformers_is_imported() -> None:
-    import subprocess
-
     code = (
         "import sys; from servekit.engines.faster_whisper import engine;"
         "print([name for name in ('torch', 'transformers', 'onnxruntime') if name in sys.modules])"
