@@ -226,6 +226,8 @@ def _of_folder(model: ModelConfig, place: Assignment, folder: Path) -> Estimate:
         asked = model.options.get("compute_type", "auto")
         asked = "default" if (asked, model.dtype) == ("auto", "auto") else asked
         kind = model.dtype if asked == "auto" else asked
+        if not ctranslate2.is_model(folder):
+            raise ValueError("it is no model of CTranslate2")
         file = folder / ctranslate2.FILE
         weights = ctranslate2.count_bytes(file, kind, on_gpu=bool(place.gpus))
         return _spread(model, place, weights, None, 0.0)
