@@ -16,6 +16,7 @@ import ctranslate2
 import numpy as np
 from faster_whisper import transcribe
 from faster_whisper.tokenizer import Tokenizer
+from numpy.typing import NDArray
 
 from servekit.engines.api.base import SpeechJob, SpeechOutput, StepOutput
 from servekit.engines.api.job_state import TurnRunner
@@ -164,11 +165,7 @@ class TranscriptionRunner(TurnRunner[SpeechRow]):
         """Have the model write the windows of some recordings in one call."""
         windows = [_window_of(row) for row in rows]
         self._writing = len(windows)
-        encoded = windows[0].encoded
-        if encoded is None:
-            stacked = np.stack([window.features for window in windows])
-            encoded = self._model.encode(ctranslate2.StorageView.from_array(stacked))
-            rows[0].on_progress()
+        encoded = windows[0].encoded or self._encode(rows)
         if any(window.language_at is not None for window in windows):
             self._find_languages(rows, encoded)
         results = self._model.generate(
@@ -178,6 +175,23 @@ class TranscriptionRunner(TurnRunner[SpeechRow]):
             window.result = result
             window.encoded = encoded if window.alone else None
             row.note_window(result)
+
+    def _encode(self, rows: list[SpeechRow]) -> Any:
+        """Return what the encoder makes of windows, [windows, positions, size].
+
+        On a CPU one by one: a window keeps it busy, and fits into its cache better than several.
+        """
+        features = [_window_of(row).features for row in rows]
+        if self._model.device != "cpu" or len(rows) == 1:
+            return self._model.encode(_store(np.stack(features)))
+        parts = []
+        for row, one in zip(rows, features, strict=True):
+            made = self._model.encode(_store(one[None]))
+            if made.dtype != ctranslate2.DataType.float32:  # numpy has no bfloat16
+                made = made.to(ctranslate2.DataType.float32)
+            parts.append(np.array(made))
+            row.on_progress()
+        return _store(np.concatenate(parts))
 
     def _find_languages(self, rows: list[SpeechRow], encoded: Any) -> None:
         """Write the languages that are found into prompts."""
@@ -289,6 +303,10 @@ class TranscriptionRunner(TurnRunner[SpeechRow]):
 def _window_of(row: SpeechRow) -> Window:
     assert row.window is not None
     return row.window
+
+
+def _store(numbers: NDArray[np.float32]) -> Any:
+    return ctranslate2.StorageView.from_array(np.ascontiguousarray(numbers))
 
 
 def _lacks_memory(error: BaseException) -> bool:
