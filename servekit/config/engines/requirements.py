@@ -140,6 +140,8 @@ def suggest_engines(kind: EngineKind) -> str:
 def _format(kind: EngineKind, asks: Asked) -> Iterator[Lack]:
     if asks.format is None or not kind.reads_files or asks.format in kind.formats:
         return
+    if asks.format == "ctranslate2" and "folder" in kind.formats:
+        return  # another package's engine may load it; of ours, the check of the files tells
     runs = " and ".join(text for name, text in _FORMATS.items() if name in kind.formats)
     hint = ""
     if asks.format == "gguf":

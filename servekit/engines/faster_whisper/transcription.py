@@ -165,7 +165,9 @@ class TranscriptionRunner(TurnRunner[SpeechRow]):
         """Have the model write the windows of some recordings in one call."""
         windows = [_window_of(row) for row in rows]
         self._writing = len(windows)
-        encoded = windows[0].encoded or self._encode(rows)
+        encoded = windows[0].encoded
+        if encoded is None:
+            encoded = self._encode(rows)
         if any(window.language_at is not None for window in windows):
             self._find_languages(rows, encoded)
         results = self._model.generate(

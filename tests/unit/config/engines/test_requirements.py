@@ -39,6 +39,7 @@ def told(folder: Path, model: str, *, gpu: bool = True, modules: frozenset[str] 
 RIGHT = [
     "engine: faster_whisper, path: ./c, idle_sleep_s: 9",
     "engine: faster_whisper, path: org/name",
+    "path: ./c",
     "engine: auto, path: ./c, options: {compute_type: int8}",
     "engine: vllm, path: ./f",
     "engine: vllm, path: org/name, idle_sleep_s: 9, gpus_per_replica: 2, parallel: tensor",
@@ -92,9 +93,9 @@ WRONG = [
         "models[0].adapters: the engine llamacpp has no adapters.",
     ),
     (
-        "path: ./c",
-        "models[0].path: the engine transformers runs folders with safetensors and GGUF files, and "
-        "this is a model of CTranslate2; `engine: faster_whisper` loads it, if it is a Whisper.",
+        "engine: llamacpp, path: ./c",
+        "models[0].path: the engine llamacpp runs GGUF files, and this is a model of CTranslate2; "
+        "`engine: faster_whisper` loads it, if it is a Whisper.",
     ),
     (
         "engine: faster_whisper, path: m.gguf",
