@@ -11,7 +11,7 @@ from servekit.config.engines.installed import Machine
 from servekit.config.load import load_here
 from servekit.errors import ConfigError
 from tests.unit.config.test_load import write
-from tests.unit.model_metadata.test_ctranslate2 import write_model
+from tests.unit.model_metadata.ctranslate2_file import write_model
 
 ALL = frozenset({"transformers", "vllm", "xllamacpp", "faster_whisper"})
 

@@ -13,7 +13,7 @@ from servekit.engines.model_files.cache import Cache
 from servekit.engines.model_files.source import resolve_folder
 from servekit.protocol.messages import Progress
 from tests.unit.engines.origins import hub_server, outcome, start_resolving, write_tiny_gguf
-from tests.unit.model_metadata.test_ctranslate2 import write_model
+from tests.unit.model_metadata.ctranslate2_file import write_model
 
 OLD, NEW = "a" * 40, "b" * 40
 NOWHERE = "http://127.0.0.1:1"

@@ -21,7 +21,7 @@ from servekit.supervisor.scheduling.fetch_checks import FetchFinding, look_up, w
 from servekit.supervisor.scheduling.memory_estimator import estimate
 from tests.integration.instance import write_config
 from tests.unit.engines.origins import Handler, http_server, hub_server, write_tiny_gguf
-from tests.unit.model_metadata.test_ctranslate2 import write_model
+from tests.unit.model_metadata.ctranslate2_file import write_model
 from tests.unit.model_metadata.test_kv_cache_shape import LLAMA_8B
 from tests.unit.model_metadata.test_safetensors import write
 

@@ -22,7 +22,7 @@ from servekit.supervisor.scheduling.placement import place
 from servekit.system.gpus import Gpu
 from tests.integration.instance import write_config
 from tests.unit.engines.origins import write_tiny_gguf
-from tests.unit.model_metadata.test_ctranslate2 import write_model
+from tests.unit.model_metadata.ctranslate2_file import write_model
 from tests.unit.model_metadata.test_kv_cache_shape import LLAMA_8B
 from tests.unit.model_metadata.test_safetensors import write
 

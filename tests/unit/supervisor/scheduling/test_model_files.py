@@ -13,7 +13,7 @@ import pytest
 from servekit.config.schema import ModelConfig
 from servekit.supervisor.scheduling.model_files import problem
 from tests.unit.engines.origins import write_tiny_gguf
-from tests.unit.model_metadata.test_ctranslate2 import write_model
+from tests.unit.model_metadata.ctranslate2_file import write_model
 
 
 def model(engine: str = "transformers") -> ModelConfig:
