@@ -83,12 +83,16 @@ def check_paths(root: Node) -> Iterator[Problem]:
             yield missing_key(("models", i, "path"), root, is_written=path is not None)
 
 
+#: Values of `engine` for models with files.
+_READ_FILES = ("auto", "transformers", "vllm", "llamacpp", "faster_whisper")
+
+
 def check_written_paths(root: Node, folder: Path) -> Iterator[Problem]:
     """Find wrong paths in a file whose other errors hide what its models are."""
     for i, model in enumerate(_list_items(find_node(root, ("models",)).node)):
         keys = model.value if isinstance(model.value, dict) else {}
         engine, path = keys.get("engine"), keys.get("path")
-        is_file = engine is None or engine.value in ("auto", "transformers", "vllm", "llamacpp")
+        is_file = engine is None or engine.value in _READ_FILES
         if not is_file or path is None or not isinstance(path.value, str) or "$" in path.value:
             continue
         try:

@@ -32,6 +32,7 @@ EXTENSIONS = (
     "vllm",
     "llama_cpp",
     "xllamacpp",
+    "ctranslate2",
     "llguidance",
     "tokenizers",
     "safetensors",

@@ -33,6 +33,7 @@ if not structlog.is_configured():
 ENGINES = {
     "command": "servekit.engines.command.engine:CommandEngine",
     "echo": "servekit.engines.echo.engine:EchoEngine",
+    "faster_whisper": "servekit.engines.faster_whisper.engine:FasterWhisperEngine",
     "llamacpp": "servekit.engines.llamacpp.engine:LlamaCppEngine",
     "openai": "servekit.engines.remote.engine:OpenAIEngine",
     "transformers": "servekit.engines.transformers.engine:TransformersEngine",
@@ -44,12 +45,13 @@ CHOICES = {"vllm": "servekit.engines.vllm.library:choose_class"}
 
 #: Slow imports of each engine, in import order; each one is reported as a phase of its own.
 LIBRARIES = {
+    "faster_whisper": ("ctranslate2", "faster_whisper"),
     "transformers": ("torch", "transformers"),
     "vllm": ("torch", "transformers", "vllm", "vllm.v1.engine.core_client"),
 }
 
 #: Engines whose files `source` fetches, and whether they load a converted GGUF file.
-FETCHES = {"transformers": True, "vllm": True, "llamacpp": False}
+FETCHES = {"transformers": True, "vllm": True, "llamacpp": False, "faster_whisper": True}
 
 #: Engine classes with a process below the worker's that imports the same libraries, as module:
 #: `start_host` starts it beside the worker's imports, `fork_host` forks it in a forked worker.

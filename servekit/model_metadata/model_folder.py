@@ -7,6 +7,7 @@ import struct
 from pathlib import Path
 
 from servekit.errors import LoadError
+from servekit.model_metadata import ctranslate2
 
 _LEGACY = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
@@ -24,6 +25,8 @@ def check(folder: Path) -> None:
     weights = sorted(folder.glob("*.safetensors"))
     if not (folder / "config.json").is_file():
         raise LoadError(_no_config(folder))
+    if not weights and ctranslate2.is_model(folder):
+        raise LoadError(f"{folder} is a model of CTranslate2: {ctranslate2.ENGINE}.")
     if not weights:
         raise LoadError(no_weights(str(folder), [p.name for p in folder.iterdir()]))
     for index in folder.glob("*.safetensors.index.json"):

@@ -41,6 +41,7 @@ class SpokenSegment(Value, frozen=True):
     compression: float = 1.0  # how much shorter its text is compressed: repetitions stand out
     words: tuple[SpokenWord, ...] = ()  # if they were asked for
     seek: int = 0  # where its window begins, in hundredths of a second
+    no_speech: float | None = None  # probability that its window is silent; None: not computed
 
 
 class Transcript(Value, frozen=True):
@@ -49,3 +50,4 @@ class Transcript(Value, frozen=True):
     segments: tuple[SpokenSegment, ...]
     language: str = ""  # its name in English, as asked for or found out
     duration_s: float = 0.0  # of the whole recording
+    repeats: bool = True  # another worker would write the same

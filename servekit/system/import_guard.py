@@ -24,7 +24,7 @@ from servekit.system.import_chain import importers
 NO_CUDA = frozenset(
     {"torch", "transformers", "peft", "accelerate", "bitsandbytes", "xformers", "flash_attn"}
     | {"triton", "vllm", "llama_cpp", "xllamacpp", "tensorflow", "jax", "jaxlib", "cupy"}
-    | {"numba", "pycuda", "cuda", "tensorrt"}
+    | {"numba", "pycuda", "cuda", "tensorrt", "ctranslate2", "faster_whisper", "onnxruntime"}
 )
 
 

@@ -1,10 +1,13 @@
 """Transcriptions and reranking by the transformers engine, beside libraries, by turns, on the CPU.
 
     python -m tests.bench.other_tasks [--rounds 5] [--clients 1 4 8] [--only transcribe rerank]
+                                      [--venv DIR]
 
-Random weights: a Whisper of tiny's size, which writes 64 tokens of each recording of 29 s, and a
+Random weights: a Whisper of tiny's size, which writes 60 tokens of each recording of 29 s, and a
 cross-encoder of ms-marco-MiniLM-L6's size for queries with 16 documents. servekit is asked over
-HTTP by so many clients at once. The libraries get the same work in this process, without a server:
+HTTP by so many clients at once; for recordings with the engine transformers, and faster_whisper
+where that is installed. So is `transformers serve`, in an environment of its own, and stopped while
+others have their turn. The libraries get the same work in this process, without a server:
 transformers' pipeline one recording after another and as one batch; faster-whisper one after
 another, which is its way; sentence-transformers' CrossEncoder and transformers' forward one query
 after another, and all as one list. Those that are not installed are left out. Every contestant has
@@ -17,11 +20,13 @@ import argparse
 import concurrent.futures
 import contextlib
 import importlib.util
+import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +34,7 @@ import httpx
 import torch
 import transformers
 
+from tests.bench import peers
 from tests.bench.cpu import await_calm
 from tests.bench.figures import conditions
 from tests.bench.table import Figure, markdown, spread
@@ -37,7 +43,10 @@ from tests.unit.engines.hearing_model import RATE, make_samples, write_wav, writ
 from tests.unit.engines.transformers.test_classification import pair_tokenizer
 
 library: Any = transformers
-SECONDS, TOKENS, DOCUMENTS = 29.0, 64, 16
+SECONDS, TOKENS, DOCUMENTS = 29.0, 60, 16
+#: Tokens of a Whisper's prompt for text without times.
+PROMPT = 4
+OURS = "servekit"
 TINY: dict[str, Any] = {
     "num_mel_bins": 80,
     "d_model": 384,
@@ -72,6 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--threads", type=int, default=1, help="torch threads of everyone")
     parser.add_argument("--calm-within", type=float, default=0.0, metavar="SECONDS")
+    parser.add_argument("--venv", type=Path, help="the peer's environment, kept; else a fresh one")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     rows: list[Figure] = []
@@ -79,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         open_task, unit, amount = TASKS[task]
         with (
             tempfile.TemporaryDirectory(prefix="servekit-bench-") as folder,
-            open_task(Path(folder), options.threads, max(options.clients)) as works,
+            open_task(Path(folder), options, max(options.clients)) as works,
         ):
             for count in options.clients:
                 print(f"measuring: {task}, {count} clients …", file=sys.stderr, flush=True)
@@ -108,10 +118,16 @@ def _measure(
 
 
 def _compare(what: str, rates: Mapping[str, Sequence[float]], unit: str) -> Iterator[Figure]:
-    ours = rates["servekit"]
-    yield Figure(f"{what}: servekit", spread(ours, 1, unit))
+    for ours in (name for name in rates if name.startswith(OURS)):
+        yield from _compare_one(f"{what}: {ours}", rates[ours], rates, unit)
+
+
+def _compare_one(
+    what: str, ours: Sequence[float], rates: Mapping[str, Sequence[float]], unit: str
+) -> Iterator[Figure]:
+    yield Figure(what, spread(ours, 1, unit))
     for name, theirs in rates.items():
-        if name != "servekit":
+        if not name.startswith(OURS):
             ratio = statistics.median(ours) / statistics.median(theirs)
             by_round = spread([a / b for a, b in zip(ours, theirs, strict=True)])
             yield Figure(
@@ -121,10 +137,16 @@ def _compare(what: str, rates: Mapping[str, Sequence[float]], unit: str) -> Iter
 
 
 @contextlib.contextmanager
-def _serving(folder: Path, model: Path, threads: int) -> Iterator[httpx.Client]:
-    entry = {"name": "m", "path": str(model), "device": "cpu", "dtype": "float32"}
-    options = {"options": {"threads": threads}, "replicas": 1}
-    with Instance.up(folder, [entry | options]) as instance:
+def _serving(
+    folder: Path, models: Mapping[str, dict[str, Any]], threads: int
+) -> Iterator[httpx.Client]:
+    """Serve models by name, given by the keys of their sections that are not these."""
+    common = {"device": "cpu", "dtype": "float32", "replicas": 1}
+    entries = [
+        common | keys | {"name": name, "options": {"threads": threads, **keys.get("options", {})}}
+        for name, keys in models.items()
+    ]
+    with Instance.up(folder, entries) as instance:
         instance.until_settled(within_s=240)
         with httpx.Client(base_url=instance.url, timeout=600) as client:
             yield client
@@ -140,24 +162,50 @@ def _ask_together(count: int, ask: Callable[[int], httpx.Response]) -> None:
 
 
 @contextlib.contextmanager
-def _transcribe(folder: Path, threads: int, most: int) -> Iterator[dict[str, Work]]:
+def _transcribe(folder: Path, options: argparse.Namespace, most: int) -> Iterator[dict[str, Work]]:
+    threads: int = options.threads
     model = write_whisper(folder / "model", window_s=30, ends=False, **TINY)
     config = library.GenerationConfig.from_pretrained(model)
-    config.max_length = TOKENS
+    config.max_length = PROMPT + TOKENS
+    config.language, config.task = "en", "transcribe"  # `transformers serve` takes no language
     config.save_pretrained(model)
     recordings = [make_samples(SECONDS, number) for number in range(most)]
     wavs = [write_wav(each) for each in recordings]
-    with _serving(folder, model, threads) as http:
-        form = {"model": "m", "language": "en"}
+    served: dict[str, dict[str, Any]] = {"m": {"path": str(model)}}
+    if has_faster_whisper := bool(importlib.util.find_spec("faster_whisper")):
+        from tests.unit.engines.ctranslate2_model import convert_whisper
 
-        def ask(at: int) -> httpx.Response:
+        converted = convert_whisper(model, folder / "converted")
+        greedy = {"beam_size": 1, "max_new_tokens": TOKENS, "no_speech_threshold": None}
+        served["f"] = {"path": str(converted), "engine": "faster_whisper", "options": greedy}
+    python = peers.installed(options.venv or folder / "venv", "librosa", "python-multipart")
+    environ = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    log = folder / "peer.log"
+    with (
+        _serving(folder, served, threads) as http,
+        peers.serve(python, model, (), environ, log) as peer,
+        httpx.Client(base_url=peer.url, timeout=600) as theirs,
+    ):
+        peer.rest()
+
+        def ask(client: httpx.Client, form: dict[str, str], at: int) -> httpx.Response:
             file = {"file": ("a.wav", wavs[at])}
-            return http.post("/v1/audio/transcriptions", data=form, files=file)
+            return client.post("/v1/audio/transcriptions", data=form, files=file)
 
-        works: dict[str, Work] = {"servekit": lambda count: _ask_together(count, ask)}
+        def ask_peer(count: int) -> None:
+            with peer.turn():
+                _ask_together(count, partial(ask, theirs, {"model": str(model)}))
+
+        def ask_ours(name: str, count: int) -> None:
+            _ask_together(count, partial(ask, http, {"model": name, "language": "en"}))
+
+        works: dict[str, Work] = {OURS: partial(ask_ours, "m")}
+        if has_faster_whisper:
+            works[f"{OURS}, faster_whisper"] = partial(ask_ours, "f")
+        works["transformers serve"] = ask_peer
         works |= _make_pipelines(model, recordings)
-        if importlib.util.find_spec("faster_whisper"):
-            works["faster-whisper"] = _make_faster_whisper(folder, model, recordings, threads)
+        if has_faster_whisper:
+            works["faster-whisper"] = _make_faster_whisper(converted, recordings, threads)
         yield works
 
 
@@ -176,29 +224,24 @@ def _make_pipelines(model: Path, recordings: Sequence[Any]) -> dict[str, Work]:
     }
 
 
-def _make_faster_whisper(
-    folder: Path, model: Path, recordings: Sequence[Any], threads: int
-) -> Work:
-    import ctranslate2
+def _make_faster_whisper(converted: Path, recordings: Sequence[Any], threads: int) -> Work:
     import faster_whisper
 
-    converted = folder / "converted"
-    ctranslate2.converters.TransformersConverter(
-        str(model), copy_files=["tokenizer.json", "preprocessor_config.json"]
-    ).convert(str(converted))
     whisper = faster_whisper.WhisperModel(
         str(converted), device="cpu", compute_type="float32", cpu_threads=threads
     )
+    new = 2 * TOKENS - PROMPT  # CTranslate2 writes half of this and the prompt
 
     def run(count: int) -> None:
         for each in recordings[:count]:
             segments, _ = whisper.transcribe(
                 each, language="en", beam_size=1, temperature=0.0, without_timestamps=True,
-                max_new_tokens=TOKENS, condition_on_previous_text=False,
+                max_new_tokens=new, condition_on_previous_text=False,
                 log_prob_threshold=None, no_speech_threshold=None,
                 compression_ratio_threshold=None,
             )  # fmt: skip
-            list(segments)
+            [segment] = segments
+            assert len(segment.tokens) == TOKENS
 
     return run
 
@@ -207,7 +250,7 @@ def _make_faster_whisper(
 
 
 @contextlib.contextmanager
-def _rerank(folder: Path, threads: int, most: int) -> Iterator[dict[str, Work]]:
+def _rerank(folder: Path, options: argparse.Namespace, most: int) -> Iterator[dict[str, Work]]:
     model = folder / "model"
     tokenizer = pair_tokenizer(model)
     (model / "chat_template.jinja").unlink()  # with one, CrossEncoder would make chats of pairs
@@ -222,7 +265,7 @@ def _rerank(folder: Path, threads: int, most: int) -> Iterator[dict[str, Work]]:
         for query in range(most)
     ]
     queries = [f"Which dog of {query} is lazy?" for query in range(most)]
-    with _serving(folder, model, threads) as http:
+    with _serving(folder, {"m": {"path": str(model)}}, options.threads) as http:
 
         def ask(at: int) -> httpx.Response:
             body = {"model": "m", "query": queries[at], "documents": documents[at]}
@@ -237,7 +280,7 @@ def _rerank(folder: Path, threads: int, most: int) -> Iterator[dict[str, Work]]:
         def list_pairs(at: int) -> list[tuple[str, str]]:
             return [(queries[at], document) for document in documents[at]]
 
-        works: dict[str, Work] = {"servekit": lambda count: _ask_together(count, ask)}
+        works: dict[str, Work] = {OURS: lambda count: _ask_together(count, ask)}
         works |= _make_loops("the library's forward", score, list_pairs)
         if importlib.util.find_spec("sentence_transformers"):
             from sentence_transformers import CrossEncoder

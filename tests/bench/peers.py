@@ -23,13 +23,13 @@ INSTALL_S = 1200.0
 START_S = 240.0
 
 
-def installed(folder: Path) -> Path:
+def installed(folder: Path, *more: str) -> Path:
     """The peer's interpreter, in an environment at `folder` that is made if it is not there.
 
-    Of the same versions as ours, torch's CPU build included.
+    Of the same versions as ours, torch's CPU build included; with `more` packages.
     """
     if not (folder / "bin" / "transformers").exists():
-        install(folder, "transformers[serving]", "-c", str(CONSTRAINTS))
+        install(folder, "transformers[serving]", *more, "-c", str(CONSTRAINTS))
     return folder / "bin" / "python"
 
 

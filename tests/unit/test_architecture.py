@@ -100,7 +100,17 @@ ENGINES_FRONT = {
     "servekit.engines.api.load_phases",
     "servekit.engines.api.text_engine",
 }
-ONLY_IN_ENGINES = {"torch", "transformers", "peft", "vllm", "llama_cpp", "xllamacpp", "accelerate"}
+ONLY_IN_ENGINES = {
+    "torch",
+    "transformers",
+    "peft",
+    "vllm",
+    "llama_cpp",
+    "xllamacpp",
+    "accelerate",
+} | {
+    *("ctranslate2", "faster_whisper", "onnxruntime"),
+}
 ONLY_IN_GATEWAY = {"fastapi", "starlette", "uvicorn", "gradio", "prometheus_client"}
 NOWHERE = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 

@@ -53,6 +53,7 @@ _NEEDS_BYTES = {
     "transformers": 8 * 2**30,
     "xllamacpp": 2**29,
     "llama-cpp-python": 2**30,
+    "faster-whisper": 2**30,
 }
 #: Modules of packages that no engine of servekit's own names: they serve by `engine: command`.
 _SERVERS = {"sglang": "sglang"}

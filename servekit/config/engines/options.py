@@ -248,6 +248,42 @@ class LlamaCppOptions(Section):
     of a package: this allows any build of it for GPUs."""
 
 
+class FasterWhisperOptions(Section):
+    """Options of `engine: faster_whisper`. Those of the library have its names and defaults, unless
+    they say otherwise."""
+
+    compute_type: Literal[
+        "auto", "default", "float32", "float16", "bfloat16", "int8", "int8_float32",
+        "int8_float16", "int8_bfloat16",
+    ] = "auto"  # fmt: skip
+    """How the model computes, as CTranslate2 names it. auto: as the model's `dtype` says, or as the
+    file has the weights. int8 halves the memory of 16-bit weights, and is fast on CPUs."""
+    slots: Annotated[int | None, Field(ge=1, le=256)] = None
+    """Recordings at once, whose windows of 30 s are written together; by default 8 on a CPU, 16 on
+    a GPU."""
+    threads: Annotated[int | None, Field(ge=1)] = None
+    """Threads on a CPU; by default the cores divided among the CPU workers."""
+    beam_size: Annotated[int, Field(ge=1, le=32)] = 5
+    """Texts that are followed at once when the temperature is 0; 1 is the fastest."""
+    vad_filter: bool = False
+    """Leave out what is no speech, found by Silero's model, before the recording is read."""
+    no_speech_threshold: Annotated[float | None, Field(ge=0, le=1)] = 0.6
+    """Leave out a window that is silent with more than this probability, and whose text is
+    unlikely; null: none."""
+    condition_on_previous_text: bool = False
+    """Read a window with the text before it: more consistent, and more likely to repeat itself. The
+    library's default is true. Such windows are seldom written together."""
+    fallback: bool = False
+    """Write a window again at higher temperatures if its text repeats itself or is unlikely. The
+    library does so by default. Such text is not the same each time, so that a stream which has
+    some does not outlive its worker."""
+    max_new_tokens: Annotated[int | None, Field(ge=1, le=448)] = None
+    """Most tokens of a window; by default 224, which is the most."""
+    max_audio_s: Annotated[float, Field(gt=0, le=86_400)] = 1800.0
+    """Longest recording; a longer one is refused. The worker takes some 55 MB of memory for each
+    minute of a recording while it reads it, one at a time."""
+
+
 def _header(name: str) -> str:
     if name.lower() == "authorization":
         raise ValueError("the key goes by `key_environment`, so that it stands in no file")
@@ -373,7 +409,8 @@ class EngineKind:
     """The static description of an engine, available without importing it."""
 
     options: type[Section]
-    formats: frozenset[Literal["folder", "gguf", "nothing", "remote"]]
+    #: A `folder` has safetensors, and `ctranslate2` is the folder of a Whisper for that library.
+    formats: frozenset[Literal["folder", "gguf", "ctranslate2", "nothing", "remote"]]
     #: The engine is installed if one of these can be imported; the pip `extra` installs the first.
     modules: tuple[str, ...] = ()
     extra: str = ""
@@ -434,7 +471,7 @@ class EngineKind:
     @property
     def needs_files(self) -> bool:
         """Return whether `path` must be a folder or a file, local or fetched."""
-        return self.formats <= {"folder", "gguf"}
+        return self.formats <= {"folder", "gguf", "ctranslate2"}
 
 
 @cache
@@ -522,6 +559,15 @@ _OURS = {
         env={"GGML_NO_BACKTRACE": "1"},  # else a debugger is attached to a worker that aborts
         neutral=frozenset({"slots", "threads", "batch_tokens", "max_audio_s"}),
     ),
+    "faster_whisper": EngineKind(
+        FasterWhisperOptions,
+        frozenset({"folder", "ctranslate2"}),
+        modules=("faster_whisper",),
+        needs=("numpy", *_FETCHES),
+        extra="faster-whisper",
+        sleeps=True,
+        neutral=frozenset({"slots", "threads", "max_audio_s"}),
+    ),
     "openai": EngineKind(
         OpenAIOptions,
         frozenset({"remote"}),
@@ -530,7 +576,7 @@ _OURS = {
     ),
     "command": EngineKind(
         CommandOptions,
-        frozenset({"folder", "gguf", "nothing"}),
+        frozenset({"folder", "gguf", "ctranslate2", "nothing"}),
         parallel=("tensor", "device_map", "split"),  # the command says how
         pin="index",  # vLLM reads each entry as a number
         sleeps=True,

@@ -16,11 +16,20 @@ from servekit.config import paths
 from servekit.config.engines.options import EngineKind
 from servekit.config.paths import ADAPTER_FILE, ModelPath
 from servekit.config.schema import AdapterConfig, ModelConfig
+from servekit.model_metadata import ctranslate2
 
-Format = Literal["folder", "gguf"]
+Format = Literal["folder", "gguf", "ctranslate2"]
 
-_FORMATS = {"folder": "folders with safetensors", "gguf": "GGUF files"}
-_THIS = {"folder": "a folder with safetensors", "gguf": "a GGUF file"}
+_FORMATS = {
+    "folder": "folders with safetensors",
+    "gguf": "GGUF files",
+    "ctranslate2": "Whisper models of CTranslate2",
+}
+_THIS = {
+    "folder": "a folder with safetensors",
+    "gguf": "a GGUF file",
+    "ctranslate2": "a model of CTranslate2",
+}
 _UNKNOWN = "?"
 
 
@@ -77,8 +86,11 @@ def engine_of_options(options: Collection[str]) -> str:
 
 
 def format_of(path: ModelPath) -> Format:
-    """Return the format of a path."""
-    return "gguf" if path.is_gguf else "folder"
+    """Return the format of a path; a model of the hub is a folder until it is fetched."""
+    if path.is_gguf:
+        return "gguf"
+    is_ours = path.kind == "local" and ctranslate2.is_model(Path(path.text))
+    return "ctranslate2" if is_ours else "folder"
 
 
 def _type(adapter: AdapterConfig, folder: Path) -> str:
@@ -128,10 +140,14 @@ def suggest_engines(kind: EngineKind) -> str:
 def _format(kind: EngineKind, asks: Asked) -> Iterator[Lack]:
     if asks.format is None or not kind.reads_files or asks.format in kind.formats:
         return
+    if asks.format == "ctranslate2" and "folder" in kind.formats:
+        return  # another package's engine may load it; of ours, the check of the files tells
     runs = " and ".join(text for name, text in _FORMATS.items() if name in kind.formats)
     hint = ""
     if asks.format == "gguf":
         hint = "; `engine: llamacpp` runs it as it is, `engine: transformers` converts it"
+    elif asks.format == "ctranslate2":
+        hint = f"; {ctranslate2.ENGINE}"
     elif asks.from_hub:
         hint = "; a GGUF file of the hub is org/name:Q4_K_M, or org/name/FILE.gguf"
     yield Lack(("path",), f"runs {runs}, and this is {_THIS[asks.format]}{hint}")

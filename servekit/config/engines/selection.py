@@ -3,6 +3,7 @@
     model                     device       engine
     a remote endpoint         any          openai (its options have a `url`)
     a server's command        any          command (its options have a `command`)
+    a folder of CTranslate2   any          faster_whisper
     a GGUF file               any          llamacpp, if installed and if it meets all requirements
     a folder, a hub id        GPU          vllm, likewise
     all others                any          transformers
@@ -41,6 +42,8 @@ def choose_engine(asks: Asked, machine: Machine, named: Environment | None = Non
     """Choose the engine for one model; `named` is the environment that its `python` names."""
     if engine := engine_of_options(asks.options):
         return EngineChoice(engine, _TOLD_BY_OPTIONS[engine])
+    if asks.format == "ctranslate2":
+        return EngineChoice("faster_whisper", "a model of CTranslate2")
     is_gguf = asks.format == "gguf"
     if not is_gguf and (asks.on_cpu or not machine.has_gpu):
         return EngineChoice("transformers", "on a CPU" if asks.on_cpu else "no GPU was found here")

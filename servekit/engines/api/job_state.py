@@ -11,12 +11,14 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from servekit.engines.api.base import EmbedJob, Job, StepOutput
 from servekit.engines.text.sampling_params import LEAST, Sampling
-from servekit.engines.text.structured_output import Constraint
 from servekit.protocol.messages import PromptToken, TokenLogprob
+
+if TYPE_CHECKING:  # it needs llguidance, which engines without grammars do without
+    from servekit.engines.text.structured_output import Constraint
 
 #: Stands for a token if the model computed NaN.
 NOT_A_NUMBER = -1

@@ -23,7 +23,7 @@ from servekit.engines.api.base import Report
 from servekit.engines.api.load_phases import phase
 from servekit.engines.model_files.cache import Cache, Key, disk_free_bytes
 from servekit.errors import LoadError
-from servekit.model_metadata import model_folder, quantizations
+from servekit.model_metadata import ctranslate2, model_folder, quantizations
 from servekit.protocol.messages import Progress
 
 log: Any = structlog.get_logger(__name__)
@@ -34,7 +34,7 @@ _TEXT = (
     *("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json"),
     "video_preprocessor_config.json",  # the processors of many models do not load without it
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.*", "merges.txt", "*.model", "*.tiktoken"),
+    *("vocab.*", "vocabulary.*", "merges.txt", "*.model", "*.tiktoken"),
     *("chat_template.*", "additional_chat_templates/*"),
     # of an embedding model: the modules after its transformer
     *("modules.json", "sentence_*_config.json", "[0-9]*_*/config.json"),
@@ -224,6 +224,8 @@ class _Hub:
         if self._file:
             return choose_gguf(self._repo, self._file, names)
         weights = [n for n in names if fnmatch.fnmatch(n, "*.safetensors") and "/" not in n]
+        if not weights and ctranslate2.FILE in names:
+            weights = [ctranslate2.FILE]
         if not weights:
             raise LoadError(_explain_no_weights(self._repo, names))
         if "config.json" not in names:
@@ -234,7 +236,7 @@ class _Hub:
         return sorted({*weights, *texts})
 
     def _check_snapshot(self, snapshot: Path) -> None:
-        if not self._file:
+        if not self._file and not ctranslate2.is_model(snapshot):
             model_folder.check(snapshot)
 
     def _file_patterns(self) -> list[str]:

@@ -12,12 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from servekit.errors import LoadError
-from servekit.model_metadata import gguf
+from servekit.model_metadata import ctranslate2, gguf
 
 #: Most bytes of one header, and of one small file.
 _MOST_BYTES = 64 * 2**20
 #: First guesses at the length of a header; a vocabulary of GGUF takes several MB.
 _FIRST_BYTES = {"gguf": 2 * 2**20, "safetensors": 64 * 2**10}
+#: Of CTranslate2's file the beginning, which says the kind of model: it has no header as a whole.
+_CTRANSLATE2_BYTES = 64
 _PARALLEL = 8
 #: Small files that are fetched whole.
 _WHOLE = ("config.json", ".index.json", "modules.json")
@@ -54,6 +56,8 @@ def write_header(path: Path, size: int, fetch: Callable[[int], bytes]) -> None:
                 raise LoadError(f"the header of {path.name} cannot be read")
             length = min(size, needed, _MOST_BYTES)
             path.write_bytes(fetch(length))
+    elif path.name == ctranslate2.FILE:
+        path.write_bytes(ctranslate2.cut_start(fetch(min(size, _CTRANSLATE2_BYTES))))
     else:
         path.write_bytes(fetch(min(size, _MOST_BYTES)) if path.name.endswith(_WHOLE) else b"")
     with path.open("r+b") as file:

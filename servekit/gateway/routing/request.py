@@ -97,6 +97,7 @@ class InflightRequest:
         "prompt",
         "prompt_tokens",
         "reader",
+        "repeats",
         "replica",
         "route",
         "session",
@@ -147,6 +148,7 @@ class InflightRequest:
         self.chars = 0
         self.answered: list[str] = []  # the text so far, if that is what an engine continues
         self.continuation: Continuation | None = None  # set with the first token
+        self.repeats = True  # another worker's answer would begin as this one
         self.least_context = 0  # context tokens that it needs, as far as is known
         self.done = False
         self.place: int | None = None  # queue position, if the consumer follows it

@@ -445,7 +445,7 @@ class Router:
 
     def _not_resumed(self, replica: WorkerConnection, call: InflightRequest) -> RequestError | None:
         """Return the error if no worker can continue a call's answer; None if one can."""
-        if not replica.resumes and call.continuation is None:
+        if not call.repeats or (not replica.resumes and call.continuation is None):
             return WorkerLost(NOT_RESUMED)
         assert call.route is not None
         if call.continuation is None or call.route.goes_on(call):

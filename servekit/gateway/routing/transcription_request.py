@@ -22,7 +22,8 @@ class TranscriptionCall(InflightRequest):
 
     A worker that takes it over transcribes the whole recording again, and repeats the segments of
     the first one, as the arithmetic does; those that have come are dropped. Once a client has seen
-    some, only a worker of the same generation takes over.
+    some, only a worker of the same generation takes over; and none, if an engine's samples are not
+    the same each time.
     """
 
     __slots__ = ("_arrived", "_unread", "body", "duration_s", "language", "segments")
@@ -94,6 +95,7 @@ class TranscriptionCall(InflightRequest):
         if not self.first_s:
             self._note_first_token()
         self.language, self.duration_s = heard.language, heard.duration_s
+        self.repeats = heard.repeats
         for segment in heard.segments:
             self._arrived += 1
             if self._arrived > len(self.segments):
@@ -102,4 +104,4 @@ class TranscriptionCall(InflightRequest):
 
     def _forget(self) -> None:
         super()._forget()
-        self.segments, self._unread, self._arrived = [], 0, 0
+        self.segments, self._unread, self._arrived, self.repeats = [], 0, 0, True

@@ -25,7 +25,8 @@ from servekit.system import python_command
 
 #: Timeout of the queries, which run in parallel.
 PATIENCE_S = 8.0
-_ENGINES = {"transformers", "vllm", "llamacpp"}  # engines of other packages may fetch differently
+#: Engines of other packages may fetch differently.
+_ENGINES = {"transformers", "vllm", "llamacpp", "faster_whisper"}
 Level = Literal["ok", "warning", "error"]
 
 

@@ -24,6 +24,7 @@ from servekit.config.engines.quantization_checks import get_method
 from servekit.config.engines.speculative_checks import get_speculative
 from servekit.config.schema import ModelConfig
 from servekit.model_metadata import (
+    ctranslate2,
     gguf,
     kv_cache_shape,
     projector,
@@ -195,6 +196,8 @@ def _suggest(model: ModelConfig, place: Assignment, found: Estimate, claim: int)
     parts = model.gpus_per_replica
     if model.engine == "transformers" and found.from_gguf:
         ways.append("engine llamacpp loads this file as it is, quantised")
+    elif model.engine == "faster_whisper" and "compute_type" not in model.options:
+        ways.append("`options: {compute_type: int8}` takes a byte for a number of the weights")
     elif _could_quantise(model) and each // 2 < claim:
         method = "int4" if place.gpus else "int8"
         ways.append(f"`options: {{quantization: {method}}}` at least halves the linear layers")
@@ -220,6 +223,15 @@ def _could_quantise(model: ModelConfig) -> bool:
 
 
 def _of_folder(model: ModelConfig, place: Assignment, folder: Path) -> Estimate:
+    if model.engine == "faster_whisper":
+        asked = model.options.get("compute_type", "auto")
+        asked = "default" if (asked, model.dtype) == ("auto", "auto") else asked
+        kind = model.dtype if asked == "auto" else asked
+        if not ctranslate2.is_model(folder):
+            raise ValueError("it is no model of CTranslate2")
+        file = folder / ctranslate2.FILE
+        weights = ctranslate2.count_bytes(file, kind, on_gpu=bool(place.gpus))
+        return _spread(model, place, weights, None, 0.0)
     config = _config(folder)
     elements = safetensors.elements(folder)
     floats = _float_bytes(model, place, config)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from servekit.config.schema import ModelConfig
 from servekit.errors import LoadError
-from servekit.model_metadata import gguf, model_folder, projector
+from servekit.model_metadata import ctranslate2, gguf, model_folder, projector
 from servekit.model_metadata.gguf import read_header
 from servekit.supervisor.deployments.plan import Plan
 from servekit.supervisor.scheduling import local_model_files
@@ -20,7 +20,7 @@ from servekit.supervisor.scheduling import local_model_files
 #: Engines that convert a GGUF file and load it with transformers; llamacpp loads it directly.
 _CONVERTING = {"transformers", "vllm"}
 #: Other packages' engines may load files of any kind.
-_OURS = {*_CONVERTING, "llamacpp"}
+_OURS = {*_CONVERTING, "llamacpp", "faster_whisper"}
 
 
 def problems(plan: Plan) -> Iterator[str]:
@@ -43,6 +43,9 @@ def problem(model: ModelConfig, path: Path) -> str:
     try:
         if model.engine == "llamacpp" and path.is_dir():
             [path] = projector.find_models(path)
+        if model.engine == "faster_whisper":
+            ctranslate2.check_whisper(path)
+            return ""
         if path.is_file():
             return _of_gguf(model, path) or _of_projector(model, path)
         model_folder.check(path)

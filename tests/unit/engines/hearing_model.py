@@ -1,4 +1,4 @@
-"""A random Whisper with windows of two seconds, and recordings for it."""
+"""A random Whisper with windows of two seconds, recordings for it, and engines that hear."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import numpy as np
 import torch
 import transformers
 
-from tests.unit.engines.harness import byte_level_tokenizer
+from servekit.engines.api.base import SpeechJob, SpeechOutput
+from servekit.protocol.messages import SamplingParams, SpeechParams, SpokenSegment
+from tests.unit.engines.harness import Harness, byte_level_tokenizer
 
 RATE = 16_000
 WINDOW_S = 2
@@ -173,3 +175,27 @@ class PlainWhisper:
         told = self.model.generate(heard, return_segments=True, **asked)
         [text] = self.tokenizer.batch_decode(told["sequences"], skip_special_tokens=True)
         return text, told["segments"][0]
+
+
+class Hearer(Harness):
+    """An engine that hears."""
+
+    def hear(self, file: bytes, params: SamplingParams | None = None, **asked: Any) -> int:
+        speech = SpeechParams(len(file), file[:8] + file[-8:], **asked)
+        self._last += 1
+        recording = self.engine.read_recording(file, speech)
+        job = SpeechJob(self._last, recording, params or SamplingParams(), speech)
+        self.engine.transcribe(job)
+        return self._last
+
+    def spoken(self, job_id: int) -> list[SpeechOutput]:
+        self.tokens(job_id)
+        found: list[Any] = self.outputs[job_id]
+        return found
+
+    def segments(self, job_id: int) -> list[SpokenSegment]:
+        heard = [output.speech for output in self.spoken(job_id)]
+        return [segment for one in heard if one is not None for segment in one.segments]
+
+    def text(self, job_id: int) -> str:
+        return "".join(segment.text for segment in self.segments(job_id))

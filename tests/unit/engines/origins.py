@@ -326,7 +326,9 @@ def _answer_file(handler: Handler, path: str, commits: dict[str, dict[str, bytes
 #: A worker's part that matters here: resolve argv[1] (revision argv[2]), saying how far it is.
 _RESOLVE = """
 import json, logging, sys
-from servekit.engines.model_files.source import resolve_adapter, resolve_file, resolve_folder
+from servekit.engines.model_files.source import (
+    resolve_adapter, resolve_ctranslate2, resolve_file, resolve_folder,
+)
 from servekit.errors import LoadError
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 path, revision, stop_at, kind = sys.argv[1:5]
@@ -339,6 +341,8 @@ try:
         found = resolve_adapter(path, revision or None)
     elif kind == "file":
         found = resolve_file(path, revision or None, report)
+    elif kind == "ctranslate2":
+        found = resolve_ctranslate2(path, revision or None, report)
     else:
         found = resolve_folder(path, revision or None, report)
     print(json.dumps({"path": str(found)}))
@@ -353,7 +357,7 @@ def start_resolving(
     *,
     revision: str = "",
     stop_at: str = "",
-    kind: Literal["folder", "file", "adapter"] = "folder",
+    kind: Literal["folder", "file", "adapter", "ctranslate2"] = "folder",
     environment: dict[str, str] | None = None,
     limit_bytes: int | None = None,
     python: str = sys.executable,

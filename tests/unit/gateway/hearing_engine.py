@@ -44,7 +44,10 @@ class HearingEngine(EchoEngine):
         for at, word in list(enumerate(words))[first:last]:
             spoken = (SpokenWord(word, at, at + 0.5),) if job.speech.timestamps == "word" else ()
             segment = SpokenSegment(f" {word}", at, at + 0.75, (at,), -0.5, 1.0, spoken, 100 * at)
-            heard = Transcript((segment,), job.speech.language or "english", len(words) + 0.1)
+            heard = Transcript(
+                *((segment,), job.speech.language or "english", len(words) + 0.1),
+                repeats=not job.params.temperature,
+            )
             finish: Literal["stop"] | None = "stop" if at == len(words) - 1 else None
             outputs.append(SpeechOutput(job.id, [at], finish, speech=heard, prompt_tokens=3))
         self._emit(outputs)

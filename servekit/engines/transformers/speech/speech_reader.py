@@ -9,17 +9,12 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers.models.whisper import tokenization_whisper
 
 from servekit.engines.media.recording import MAX_AUDIO_S, decode_recording
+from servekit.engines.media.spoken_languages import find_language
 from servekit.engines.transformers import weights
 from servekit.errors import LoadError, RequestError, Unsupported, describe_error
 from servekit.protocol.messages import SpeechParams, WorkerSpec
-
-_languages: Any = tokenization_whisper
-#: Names of languages by code, and codes by name.
-NAMES: dict[str, str] = _languages.LANGUAGES
-CODES: dict[str, str] = _languages.TO_LANGUAGE_CODE
 
 
 @dataclass(frozen=True)
@@ -100,15 +95,7 @@ class SpeechReader:
         """Return the code of a language given by its name or code; "" if none is given."""
         if not asked:
             return "" if self.is_multilingual else "en"
-        code = CODES.get(asked.lower(), asked.lower())
-        known = self._codes if self.is_multilingual else {"en"}
-        if code not in known:
-            some = ", ".join(sorted(known)[:100])
-            raise RequestError(
-                f"language: this model does not know {asked[:40]!r}; it knows {some}",
-                param="language",
-            )
-        return code
+        return find_language(asked, self._codes if self.is_multilingual else {"en"})
 
     def _encode_prompt(self, text: str) -> Tensor | None:
         """Return a prompt's ids: the mark of a prompt, and the last of its tokens that fit."""

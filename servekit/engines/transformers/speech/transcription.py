@@ -28,15 +28,15 @@ from transformers.models.whisper import tokenization_whisper
 
 from servekit.engines.api.base import SpeechJob, SpeechOutput, StepOutput
 from servekit.engines.api.job_state import TurnRunner
+from servekit.engines.media.spoken_languages import NAMES
+from servekit.engines.media.stepped_call import SteppedCall, Stopped
 from servekit.engines.transformers.batching import kv_cache
 from servekit.engines.transformers.sleep import device_memory
 from servekit.engines.transformers.speech.speech_reader import (
-    NAMES,
     Recording,
     SpeechReader,
     load_extractor,
 )
-from servekit.engines.transformers.speech.stepped_call import SteppedCall, Stopped
 from servekit.engines.transformers.speech.token_rules import find_other_settings
 from servekit.engines.transformers.speech.window_batch import (
     Window,

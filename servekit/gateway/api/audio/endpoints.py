@@ -229,7 +229,7 @@ def _describe(call: TranscriptionCall, request: TranslationRequest, text: str) -
             temperature,
             one.logprob,
             one.compression,
-            None,
+            one.no_speech,
         )
         for at, one in enumerate(call.segments)
     ]

@@ -42,7 +42,8 @@ class Segment(Struct):
     """Mean log probability of the tokens in its window; null if it is not known."""
     compression_ratio: float
     """How many times shorter the text of its window is compressed: much means repetition."""
-    no_speech_prob: Annotated[float | None, doc("Always null: it is not computed")]
+    no_speech_prob: float | None
+    """Probability that its window has no speech; null if it is not known."""
 
 
 class Word(Struct):

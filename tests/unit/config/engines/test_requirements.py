@@ -11,8 +11,9 @@ from servekit.config.engines.installed import Machine
 from servekit.config.load import load_here
 from servekit.errors import ConfigError
 from tests.unit.config.test_load import write
+from tests.unit.model_metadata.ctranslate2_file import write_model
 
-ALL = frozenset({"transformers", "vllm", "xllamacpp"})
+ALL = frozenset({"transformers", "vllm", "xllamacpp", "faster_whisper"})
 
 
 def told(folder: Path, model: str, *, gpu: bool = True, modules: frozenset[str] = ALL) -> str:
@@ -21,6 +22,7 @@ def told(folder: Path, model: str, *, gpu: bool = True, modules: frozenset[str] 
     (folder / "f").mkdir()
     (folder / "build").mkdir()
     (folder / "build" / "libllama.so").touch()
+    write_model(folder / "c")
     for kind in ("LORA", "BOFT"):
         (folder / kind).mkdir()
         (folder / kind / "adapter_config.json").write_text(f'{{"peft_type": "{kind}"}}')
@@ -35,6 +37,10 @@ def told(folder: Path, model: str, *, gpu: bool = True, modules: frozenset[str] 
 
 
 RIGHT = [
+    "engine: faster_whisper, path: ./c, idle_sleep_s: 9",
+    "engine: faster_whisper, path: org/name",
+    "path: ./c",
+    "engine: auto, path: ./c, options: {compute_type: int8}",
     "engine: vllm, path: ./f",
     "engine: vllm, path: org/name, idle_sleep_s: 9, gpus_per_replica: 2, parallel: tensor",
     "engine: vllm, path: ./f, adapters: [{name: x, path: ./LORA}, {name: y, path: org/y}]",
@@ -87,6 +93,25 @@ WRONG = [
         "models[0].adapters: the engine llamacpp has no adapters.",
     ),
     (
+        "engine: llamacpp, path: ./c",
+        "models[0].path: the engine llamacpp runs GGUF files, and this is a model of CTranslate2; "
+        "`engine: faster_whisper` loads it, if it is a Whisper.",
+    ),
+    (
+        "engine: faster_whisper, path: m.gguf",
+        "models[0].path: the engine faster_whisper runs folders with safetensors and Whisper "
+        "models of CTranslate2, and this is a GGUF file; `engine: llamacpp` runs it as it is, "
+        "`engine: transformers` converts it.",
+    ),
+    (
+        "engine: faster-whisper, path: ./c",
+        "Did you mean 'faster_whisper'?",
+    ),
+    (
+        "engine: faster_whisper, path: ./c, options: {compute_type: int4}",
+        "int8_bfloat16, but is the text 'int4'. Did you mean 'int8'?",
+    ),
+    (
         "engine: vllm, path: ./f, adapters: [{name: x, path: ./LORA}, {name: y, path: ./BOFT}]",
         "models[0].adapters[1].path: the engine vllm has LORA adapters only, and this one is BOFT.",
     ),
@@ -136,6 +161,11 @@ def test_what_is_lacking_is_named(tmp_path: Path, model: str, words: str) -> Non
         ("engine: vllm, path: ./f", "vllm", "pip install 'servekit[vllm]'"),
         ("engine: llamacpp, path: m.gguf", "llamacpp", "pip install 'servekit[llamacpp]'"),
         ("path: ./f", "transformers", "pip install 'transformers'"),
+        (
+            "engine: faster_whisper, path: ./c",
+            "faster_whisper",
+            "pip install 'servekit[faster-whisper]'",
+        ),
     ],
 )
 def test_a_missing_extra_is_named_by_what_installs_it(

@@ -50,6 +50,7 @@ GGUF, FOLDER = Asked("gguf"), Asked("folder")
             machine(),
             "transformers: a GGUF file; llamacpp, which runs it as it is, has no adapters",
         ),
+        (Asked("ctranslate2"), machine(gpu=True), "faster_whisper: a model of CTranslate2"),
         (FOLDER, machine(), "transformers: no GPU was found here"),
         (FOLDER, machine(gpu=True), "vllm: on a GPU, and vllm is installed"),
         (Asked("folder", on_cpu=True), machine(gpu=True), "transformers: on a CPU"),

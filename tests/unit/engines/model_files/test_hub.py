@@ -13,6 +13,7 @@ from servekit.engines.model_files.cache import Cache
 from servekit.engines.model_files.source import resolve_folder
 from servekit.protocol.messages import Progress
 from tests.unit.engines.origins import hub_server, outcome, start_resolving, write_tiny_gguf
+from tests.unit.model_metadata.ctranslate2_file import write_model
 
 OLD, NEW = "a" * 40, "b" * 40
 NOWHERE = "http://127.0.0.1:1"
@@ -43,7 +44,7 @@ def run(tmp_path: Path) -> Resolve:
         url: str,
         revision: str = "",
         limit_bytes: int | None = None,
-        kind: Literal["folder", "file", "adapter"] = "folder",
+        kind: Literal["folder", "file", "adapter", "ctranslate2"] = "folder",
         **more: str,
     ) -> Any:
         home = {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": url, "HF_TOKEN": "secret"}
@@ -253,6 +254,22 @@ def test_weights_in_shards_are_all_fetched(files: dict[str, bytes], run: Resolve
     with hub_server({OLD: sharded}, {"main": OLD}) as (url, _):
         folder = Path(run("test/tiny", url)[0]["path"])
     assert {*shards, "model.safetensors.index.json"} <= {p.name for p in folder.iterdir()}
+
+
+def test_a_model_of_ctranslate2_is_fetched(run: Resolve, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", a=10)
+    names = {"vocabulary.json", "preprocessor_config.json"}
+    files = {path.name: path.read_bytes() for path in folder.iterdir()} | dict.fromkeys(
+        names, b"{}"
+    )
+    with hub_server({OLD: files | {"README.md": b"x"}}, {"main": OLD}) as (url, _):
+        found, _ = run("test/tiny", url, kind="ctranslate2")
+        other, _ = run("test/tiny", url)
+    assert "path" in found, found
+    assert {path.name for path in Path(found["path"]).iterdir()} == files.keys()
+    assert "is a model of CTranslate2: `engine: faster_whisper` loads it" in other["error"]
+    again, _ = run("test/tiny", NOWHERE, kind="ctranslate2", HF_HUB_OFFLINE="1")
+    assert again == found
 
 
 def test_a_model_without_safetensors_is_refused_before_it_is_fetched(run: Resolve) -> None:

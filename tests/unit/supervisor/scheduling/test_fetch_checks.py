@@ -21,6 +21,7 @@ from servekit.supervisor.scheduling.fetch_checks import FetchFinding, look_up, w
 from servekit.supervisor.scheduling.memory_estimator import estimate
 from tests.integration.instance import write_config
 from tests.unit.engines.origins import Handler, http_server, hub_server, write_tiny_gguf
+from tests.unit.model_metadata.ctranslate2_file import write_model
 from tests.unit.model_metadata.test_kv_cache_shape import LLAMA_8B
 from tests.unit.model_metadata.test_safetensors import write
 
@@ -229,6 +230,22 @@ def test_a_folder_is_estimated_without_its_weights(tmp_path: Path, whole_hub: li
     assert found.estimate.context == 131072
     assert not list((tmp_path / "hf").rglob("*.safetensors"))
     assert not any("tokenizer" in path for path in whole_hub)
+
+
+def test_a_model_of_ctranslate2_is_estimated_by_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_model(tmp_path / "model", a=2**20)
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    with hub_server({"a" * 40: files}, {"main": "a" * 40}) as (url, _):
+        monkeypatch.setenv("HF_ENDPOINT", url)
+        found, _ = estimated(tmp_path, engine="faster_whisper", path="test/tiny")
+        other, _ = estimated(tmp_path, engine="transformers", path="test/tiny")
+    assert found.level == "ok" and found.estimate is not None
+    assert found.estimate.weights_bytes == len(files["model.bin"])
+    assert other.level == "error" and "`engine: faster_whisper` loads it" in other.said
 
 
 @pytest.mark.usefixtures("whole_hub")

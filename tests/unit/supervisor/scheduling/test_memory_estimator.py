@@ -22,6 +22,7 @@ from servekit.supervisor.scheduling.placement import place
 from servekit.system.gpus import Gpu
 from tests.integration.instance import write_config
 from tests.unit.engines.origins import write_tiny_gguf
+from tests.unit.model_metadata.ctranslate2_file import write_model
 from tests.unit.model_metadata.test_kv_cache_shape import LLAMA_8B
 from tests.unit.model_metadata.test_safetensors import write
 
@@ -48,6 +49,19 @@ def of(path: Path, count: int = 1, **keys: Any) -> Estimate:
     found = estimate(model, place([model], gpus(count), 4)[0], {"HOME": str(path)})
     assert found is not None
     return found
+
+
+def test_a_model_of_ctranslate2(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m", a=2**20)
+    found = of(path, engine="faster_whisper")
+    assert found.weights_bytes == 2 * 2**20 and not found.on_each_requests
+    assert found.on_each_workspace_bytes == CONTEXT_BYTES
+    for keys, size in (
+        ({"dtype": "float32"}, 4),
+        ({"options": {"compute_type": "int8_float16"}}, 1),
+        ({"dtype": "float32", "options": {"compute_type": "int8"}}, 1),
+    ):
+        assert of(path, engine="faster_whisper", **keys).weights_bytes == size * 2**20
 
 
 def test_llama_on_one_gpu(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from servekit.config.schema import ModelConfig
 from servekit.supervisor.scheduling.model_files import problem
 from tests.unit.engines.origins import write_tiny_gguf
+from tests.unit.model_metadata.ctranslate2_file import write_model
 
 
 def model(engine: str = "transformers") -> ModelConfig:
@@ -44,6 +45,17 @@ def test_a_gguf_that_is_cut_short(tmp_path: Path, engine: str) -> None:
         path.write_bytes(content[:size])
         said = problem(model(engine), path)
         assert "is not a whole GGUF file" in said and "Fetch it again" in said
+
+
+def test_a_model_of_ctranslate2(tmp_path: Path, folder: Path) -> None:
+    path = write_model(tmp_path / "whisper", a=10)
+    assert problem(model("faster_whisper"), path) == ""
+    assert "`engine: faster_whisper` loads it" in problem(model("vllm"), path)
+    assert "has no model.bin" in problem(model("faster_whisper"), folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "whisper"}))
+    assert "ct2-transformers-converter" in problem(model("faster_whisper"), folder)
+    (path / "model.bin").write_bytes((path / "model.bin").read_bytes()[:-10])
+    assert "is damaged" in problem(model("faster_whisper"), path)
 
 
 def test_a_projector_that_is_named(tmp_path: Path) -> None:

@@ -15,10 +15,11 @@ from servekit.engines.api.base import SpeechJob, SpeechOutput, StepOutput
 from servekit.engines.transformers.sleep import device_memory
 from servekit.engines.transformers.speech.transcription import SpeechRow, TranscriptionRunner
 from servekit.errors import LoadError, RequestError, Unsupported
-from servekit.protocol.messages import SamplingParams, SpeechParams, SpokenSegment
+from servekit.protocol.messages import SamplingParams, SpeechParams
 from tests.polling import poll
-from tests.unit.engines.harness import Harness, make_spec
+from tests.unit.engines.harness import make_spec
 from tests.unit.engines.hearing_model import (
+    Hearer,
     PlainWhisper,
     make_samples,
     write_wav,
@@ -27,30 +28,6 @@ from tests.unit.engines.hearing_model import (
 
 SHORT, LONG = write_wav(make_samples(1.5)), write_wav(make_samples(6, 1))
 OTHER = write_wav(make_samples(3, 2))
-
-
-class Hearer(Harness):
-    """An engine that hears."""
-
-    def hear(self, file: bytes, params: SamplingParams | None = None, **asked: Any) -> int:
-        speech = SpeechParams(len(file), file[:8] + file[-8:], **asked)
-        self._last += 1
-        recording = self.engine.read_recording(file, speech)
-        job = SpeechJob(self._last, recording, params or SamplingParams(), speech)
-        self.engine.transcribe(job)
-        return self._last
-
-    def spoken(self, job_id: int) -> list[SpeechOutput]:
-        self.tokens(job_id)
-        found: list[Any] = self.outputs[job_id]
-        return found
-
-    def segments(self, job_id: int) -> list[SpokenSegment]:
-        heard = [output.speech for output in self.spoken(job_id)]
-        return [segment for one in heard if one is not None for segment in one.segments]
-
-    def text(self, job_id: int) -> str:
-        return "".join(segment.text for segment in self.segments(job_id))
 
 
 @pytest.fixture(scope="module")

@@ -142,6 +142,26 @@ async def test_a_worker_that_dies_is_replaced(hearing: Service) -> None:
     assert [one.get("delta") for one in events_of(streamed)] == ["one", " two", " three", None]
 
 
+async def test_samples_that_do_not_repeat_begin_anew_or_end(hearing: Service) -> None:
+    (first,) = await hearing.up(1, waits=True)
+    asked = {
+        stream: asyncio.create_task(post(hearing, stream=stream, temperature="1"))
+        for stream in ("true", "false")
+    }
+    await until(lambda: len(engine_of(first).jobs) == 2)
+    for job in engine_of(first).jobs:
+        engine_of(first).hear(job, last=2)
+    calls: list[Any] = list(hearing.router._open)
+    await until(lambda: all(len(call.segments) == 2 for call in calls))
+    (second,) = await hearing.up(1)
+    first.kill()
+    streamed, whole = await asyncio.gather(asked["true"], asked["false"])
+    assert whole.json()["text"] == "one two three"
+    last = json.loads(streamed.text.split("\n\n")[-2].removeprefix("data: "))
+    assert "error" in last and "three" not in streamed.text
+    assert len(engine_of(second).jobs) == 1
+
+
 async def test_a_failure_within_a_stream_is_its_last_event(hearing: Service) -> None:
     (worker,) = await hearing.up(waits=True)
     asked = asyncio.create_task(post(hearing, stream="true"))
