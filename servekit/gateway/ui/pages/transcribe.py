@@ -23,8 +23,8 @@ from servekit.gateway.ui.widgets.request_runner import RequestOptions
 
 STATUS_EVERY_S = 1.0
 MOST_PROMPT_CHARS = 10_000
-#: What a request has beside its recording and its prompt, in bytes: more than that.
-_REST_BYTES = 4096
+#: The most that a request has beside its recording, in bytes.
+_REST_BYTES = 65_536
 #: The sentences of the scripts, with the names of their fields.
 _TEXTS = {
     "transcribe.kind": ("name",),
