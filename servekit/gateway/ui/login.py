@@ -65,7 +65,8 @@ MAX_BODY_BYTES = 4096
 _PRIVATE = [
     (b"cache-control", b"no-store"),
     (b"vary", b"Cookie, Accept-Language"),
-    (b"referrer-policy", b"no-referrer"),
+    # not no-referrer: over plain HTTP the form would be of the origin "null", and be refused
+    (b"referrer-policy", b"same-origin"),
     (b"x-content-type-options", b"nosniff"),
 ]
 
