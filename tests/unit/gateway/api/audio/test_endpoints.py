@@ -144,7 +144,7 @@ async def test_who_waits_is_told_the_place(hearing: Service) -> None:
 
 async def test_who_waits_in_vain_is_told_within_the_stream(hearing: Service) -> None:
     (worker,) = await hearing.up(waits=True, slots=1)
-    form = {"stream": "true", "queue_position": "true"}
+    form: dict[str, Any] = {"stream": "true", "queue_position": "true"}
     first = asyncio.create_task(post(hearing, **form))
     await until(lambda: engine_of(worker).jobs)
     second = asyncio.create_task(post(hearing, timeout_s="0.05", **form))

@@ -25,7 +25,7 @@ SCRIPTS = [Path(ui.__file__).with_name(name) for name in ("recordings.js", "tran
 def make_frame(*models: wire.ModelStatus, keys: tuple[KeyRule, ...] = ()) -> Frame:
     router = Router("gateway/test")
     router.apply_topology(wire.Topology(models, access=AccessRules(keys=keys)))
-    return Frame(router, Say("en"), *cast(Any, [None] * 6), max_body_bytes=2**20)
+    return Frame(router, Say("en"), *cast(Any, [None] * 6), 2**20)
 
 
 def make_model(name: str, *serves: str, max_audio_s: float = 0.0) -> wire.ModelStatus:
