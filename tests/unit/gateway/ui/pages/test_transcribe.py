@@ -25,7 +25,8 @@ SCRIPTS = [Path(ui.__file__).with_name(name) for name in ("recordings.js", "tran
 def make_frame(*models: wire.ModelStatus, keys: tuple[KeyRule, ...] = ()) -> Frame:
     router = Router("gateway/test")
     router.apply_topology(wire.Topology(models, access=AccessRules(keys=keys)))
-    return Frame(router, Say("en"), *cast(Any, [None] * 6), 2**20)
+    rest: Any = dict.fromkeys(["supervisor", "watch", "runs", "tail", "requests", "tools"])
+    return Frame(router, Say("en"), max_body_bytes=2**20, **rest)
 
 
 def make_model(name: str, *serves: str, max_audio_s: float = 0.0) -> wire.ModelStatus:
