@@ -174,6 +174,8 @@ class Application:
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope["path"]
+        if path in login.CALLS and self.ui_state:
+            scope["path"] = path = login.CALLS[path]
         hot = self.hot.get(path)
         if hot is not None:
             if scope["method"] == "POST":

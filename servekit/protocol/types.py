@@ -235,6 +235,7 @@ class ModelInfo(Value, frozen=True):
     token_bytes: int = 0  # of a text that one token stands for, at most; 0: not known
     weights_bytes: int = 0  # 0: as many as its parameters have in `dtype`
     labels: tuple[str, ...] = ()  # of its classes, where it serves "classify"
+    max_audio_s: float = 0.0  # of a recording, where it serves "transcribe"; 0: not known
 
     @property
     def size_bytes(self) -> int:

@@ -175,7 +175,7 @@ class AuthMiddleware:
             elif self._access.closed and not self._is_open(path):
                 caller = await self._caller(scope)
                 ACTING.set(caller)  # visible in this request's task only
-                if scope["method"] == "POST" and not _is_page(path):
+                if scope["method"] == "POST" and (path in login.CALLS or not _is_page(path)):
                     refused = caller.charge_request()
                     extra += caller.rate_limit_headers()
                     if refused is not None:

@@ -60,6 +60,15 @@ class TranscriptionCall(InflightRequest):
         unread, self._unread = self._unread, 0
         return self.segments[-unread:]
 
+    async def next_place(self, last: int) -> int | None:
+        """Return the first position in the queue that is not `last`; None once it waits no more.
+
+        The router has to have been told to `follow_position`.
+        """
+        while self.place == last and not self.done:
+            await self._wait()
+        return None if self.done else self.place
+
     async def until_done(self) -> None:
         """Wait for all segments. Raises RequestError if the request failed."""
         while not self.done:

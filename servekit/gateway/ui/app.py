@@ -43,11 +43,14 @@ QUIET_AFTER_S = 2.0
 POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
     "style-src 'self' 'unsafe-inline'; font-src 'self' data:; img-src data: blob:; "
-    "media-src 'none'; worker-src 'self' blob:; object-src 'none'; base-uri 'self'; "
+    "media-src blob:; worker-src 'self' blob:; object-src 'none'; base-uri 'self'; "
     "form-action 'none'; frame-src 'none'; frame-ancestors 'self'"
 )
 #: In the order in which they run.
-SCRIPTS = ("ui.js", "store.js", "images.js", "conversations.js", "chat.js")
+SCRIPTS = (
+    *("ui.js", "store.js", "images.js", "conversations.js", "chat.js"),
+    *("recordings.js", "transcripts.js"),
+)
 #: Gradio's page shows `detail`.
 TOO_LONG = b'{"detail": "The conversation is too long. Start a new chat."}'
 HEADERS = [

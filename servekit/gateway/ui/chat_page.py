@@ -45,6 +45,7 @@ from servekit.gateway.ui.pages import (
     playground,
     requests,
     structured,
+    transcribe,
 )
 from servekit.gateway.ui.pages.language import Say
 from servekit.gateway.ui.pages.page_layout import NOW, QUIET, Frame, get_visit
@@ -78,6 +79,7 @@ OTHERS = {
     "playground": playground.build_playground,
     "embeddings": embeddings.build_embeddings_page,
     "structured": structured.build_structured_page,
+    "transcribe": transcribe.build_transcribe_page,
     "dashboard": dashboard.build_dashboard,
     "requests": requests.build_requests_page,
     "operate": admin_page.build_admin_page,

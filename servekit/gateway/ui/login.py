@@ -19,6 +19,7 @@ import structlog
 
 from servekit.errors import Forbidden, InvalidKey, RequestError, ServekitError
 from servekit.gateway.api.admin.endpoints import ANSWER_S, NotNow, Supervisor
+from servekit.gateway.api.audio.endpoints import TRANSCRIPTIONS, TRANSLATIONS
 from servekit.gateway.auth import sessions
 from servekit.gateway.auth.authorization import Access
 from servekit.gateway.http.asgi import (
@@ -31,7 +32,15 @@ from servekit.gateway.http.asgi import (
     send_json,
 )
 from servekit.gateway.ui.pages import sign_in
-from servekit.gateway.ui.pages.language import COOKIE, NAMES, PAGES, Say, get_preferred, get_root
+from servekit.gateway.ui.pages.language import (
+    COOKIE,
+    NAMES,
+    PAGES,
+    PATH,
+    Say,
+    get_preferred,
+    get_root,
+)
 from servekit.protocol.browser_link import is_genuine
 from servekit.protocol.messages import Accepted, KeyRule, RedeemLink
 
@@ -47,6 +56,8 @@ ADDRESSES = {
     for language in NAMES
     for name in PAGES
 }
+#: Endpoints of the API that the scripts of pages ask, by where they do: a session is valid there.
+CALLS = {f"{PATH}{path}": path for path in (TRANSCRIPTIONS, TRANSLATIONS)}
 #: The parameter of a one-time link.
 LINK = "token"
 MAX_BODY_BYTES = 4096
@@ -54,7 +65,8 @@ MAX_BODY_BYTES = 4096
 _PRIVATE = [
     (b"cache-control", b"no-store"),
     (b"vary", b"Cookie, Accept-Language"),
-    (b"referrer-policy", b"no-referrer"),
+    # not no-referrer: over plain HTTP the form would be of the origin "null", and be refused
+    (b"referrer-policy", b"same-origin"),
     (b"x-content-type-options", b"nosniff"),
 ]
 

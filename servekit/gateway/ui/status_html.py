@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
+from servekit.gateway.api.audio.endpoints import TRANSCRIPTIONS
 from servekit.gateway.auth.api_key import ApiKey
 from servekit.gateway.routing.adapter_route import AdapterRoute, base_of
 from servekit.gateway.routing.router import ModelQueue, Router
@@ -15,6 +16,8 @@ from servekit.protocol.messages import ReplicaStatus
 from servekit.protocol.types import Capability
 from servekit.units import format_bytes, format_latency
 
+#: Endpoints that servers behind a model may have, by task.
+_ENDPOINTS = {"transcribe": TRANSCRIPTIONS}
 MARK = {"ready": "good", "failed": "bad", "stopped": "bad", "backoff": "bad"}
 
 
@@ -88,7 +91,12 @@ def _may_use(caller: ApiKey | None, route: ModelQueue) -> bool:
 
 
 def _can_serve(route: ModelQueue, task: str) -> bool:
-    """Return whether a model serves `task`; a model not loaded yet counts as serving."""
+    """Return whether a model serves `task`; a model not loaded yet counts as serving.
+
+    So does one whose server has the endpoint of the task.
+    """
+    if _ENDPOINTS.get(task) in route.status.endpoints:
+        return True
     info = route.status.info
     return not task or info is None or task in info.serves
 

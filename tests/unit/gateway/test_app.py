@@ -11,11 +11,12 @@ from contextlib import asynccontextmanager, contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import httpx2
 import pytest
 from msgspec.structs import replace
 
-from servekit.gateway.app import Application
+from servekit.gateway.app import Application, ErrorMiddleware
 from servekit.gateway.server import serving
 from servekit.protocol.messages import Topology
 from tests.unit.gateway.conftest import Service, until
@@ -223,3 +224,20 @@ async def test_anthropics_client_gets_errors_of_models_in_its_format(service: Se
         assert isinstance(body, dict) and body["type"] == "error" and "none" in str(body["error"])
         plain = await client._client.get("http://servekit/v1/models/none")
         assert plain.json()["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize(("ui", "status"), [(True, 400), (False, 404)])
+async def test_pages_ask_for_transcripts_below_their_own_address(
+    service: Service, ui: bool, status: int
+) -> None:
+    await service.up()
+    app = Application(service.router, 2**20, ui=ui)
+    outer = ErrorMiddleware(app, None, count=app.count)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(outer)) as client:
+        form: dict[str, Any] = {"data": {"model": "m"}, "files": {"file": b"RIFF"}}
+        answer = await client.post("http://servekit/ui/v1/audio/transcriptions", **form)
+    assert answer.status_code == status
+    counted = app.router.measures.answers
+    if ui:  # by the router, as the echo engine hears nothing
+        assert "'m'" in answer.text and "transcribe" in answer.text
+        assert counted == {("/v1/audio/transcriptions", 400): 1}

@@ -40,7 +40,8 @@ class SpeechReader:
             )
         self._tokenizer = tokenizer
         self._extractor = extractor
-        self._max_s = float(spec.options.get("max_audio_s") or MAX_AUDIO_S)
+        #: The length that a recording may have, s.
+        self.max_s = float(spec.options.get("max_audio_s") or MAX_AUDIO_S)
         self._most_prompt = model.config.max_target_positions // 2 - 1
         config = model.generation_config
         self._codes = {token.strip("<|>") for token in getattr(config, "lang_to_id", None) or ()}
@@ -72,7 +73,7 @@ class SpeechReader:
             )
         prompt = self._encode_prompt(speech.prompt)
         rate = self._extractor.sampling_rate
-        samples = decode_recording(file, rate, self._max_s)
+        samples = decode_recording(file, rate, self.max_s)
         is_long = len(samples) > self._extractor.n_samples
         if is_long and not self._has_times:
             raise self._refuse_times("file")

@@ -454,6 +454,7 @@ def make_transcription_runner(
         detail=f"{hears}, {model.config._attn_implementation}, {how}",
         serves=("transcribe", "tokenize", "detokenize"),
         sleeps=True,
+        max_audio_s=reader.max_s,
     )
     return runner, info
 

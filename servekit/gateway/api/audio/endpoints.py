@@ -19,6 +19,7 @@ from servekit.gateway.api.audio.response_types import (
     Segment,
     TextDelta,
     TextDone,
+    TextSegment,
     TokenUsage,
     Transcription,
     Word,
@@ -80,7 +81,10 @@ class Audio:
             watch = DisconnectWatcher(call, receive)
             try:
                 if request.stream:
-                    await _send_events(call, send)
+                    if request.queue_position:
+                        self._router.follow_position(call)
+                    times = request.response_format == "verbose_json"
+                    await _EventSender(call, send, times=times).send_stream()
                 else:
                     await call.until_done()
                     await _send_whole(call, request, send)
@@ -119,10 +123,15 @@ class Audio:
 
 def _decode(kind: type[TranslationRequest], form: Form) -> TranslationRequest:
     request = decode(kind, form.fields)
-    if request.stream and request.response_format not in ("json", "text"):
+    if request.stream and request.response_format in ("srt", "vtt"):
         raise RequestError(
-            f"stream: the events of a stream have text; {request.response_format} is not streamed",
+            f"stream: {request.response_format} is not streamed; verbose_json streams times",
             param="stream",
+        )
+    if request.stream and "word" in _granularities(request):
+        raise RequestError(
+            "timestamp_granularities: the times of words are not streamed; leave out stream",
+            param="timestamp_granularities",
         )
     if _granularities(request) and request.response_format != "verbose_json":
         raise RequestError(
@@ -167,38 +176,64 @@ async def _send_text(send: Send, text: str) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-async def _send_events(call: TranscriptionCall, send: Send) -> None:
-    """Send the segments as they come; a failure before the first is raised."""
-    begun = has_text = False
-    try:
-        while segments := await call.next_segments():
-            if not begun:
-                await send(
-                    {"type": "http.response.start", "status": 200, "headers": [*EVENT_STREAM]}
-                )
-                begun = True
-            for segment in segments:
-                text = segment.text if has_text else segment.text.lstrip()
-                has_text = has_text or bool(text)
-                if text:
-                    await _send_event(send, TextDelta(text))
-        if not begun:  # silence
-            await send({"type": "http.response.start", "status": 200, "headers": [*EVENT_STREAM]})
-    except ClientClosed:
-        raise
-    except RequestError as error:
-        if not begun:
+class _EventSender:
+    """Sends the segments of a transcript as they come, as events."""
+
+    def __init__(self, call: TranscriptionCall, send: Send, *, times: bool) -> None:
+        self._call = call
+        self._send = send
+        self._times = times
+        self._begun = self._has_text = False
+        self._count = 0
+
+    async def send_stream(self) -> None:
+        """Send all of it; a failure before the first part is raised."""
+        call = self._call
+        try:
+            await self._send_places()
+            while segments := await call.next_segments():
+                for segment in segments:
+                    await self._send_segment(segment)
+        except ClientClosed:
             raise
-        await send({"type": "http.response.body", "body": b"data: " + envelope(error) + b"\n\n"})
-        return
-    done = TextDone(_join(call.segments), _count(call))
-    await _send_event(send, done)
-    await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+        except RequestError as error:
+            if not self._begun:
+                raise
+            body = b"data: " + envelope(error) + b"\n\n"
+            await self._send({"type": "http.response.body", "body": body})
+            return
+        done = TextDone(_join(call.segments), _count(call))
+        if self._times:
+            done.language, done.duration = call.language, call.duration_s
+        await self._send_event(done)
+        await self._send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
+    async def _send_places(self) -> None:
+        """Send the position in the queue, and each new one, if the call follows it."""
+        place = self._call.place
+        while place is not None:
+            await self._write(b": queue position %d\n\n" % place)
+            place = await self._call.next_place(place)
 
-async def _send_event(send: Send, event: TextDelta | TextDone) -> None:
-    body = b"data: " + _encode(event) + b"\n\n"
-    await send({"type": "http.response.body", "body": body, "more_body": True})
+    async def _send_segment(self, segment: SpokenSegment) -> None:
+        text = segment.text if self._has_text else segment.text.lstrip()
+        self._has_text = self._has_text or bool(text)
+        if text:
+            await self._send_event(TextDelta(text))
+        if self._times:
+            start, end = round(segment.start_s, 2), round(segment.end_s, 2)
+            await self._send_event(TextSegment(str(self._count), start, end, segment.text))
+        self._count += 1
+
+    async def _send_event(self, event: TextDelta | TextSegment | TextDone) -> None:
+        await self._write(b"data: " + _encode(event) + b"\n\n")
+
+    async def _write(self, data: bytes) -> None:
+        if not self._begun:
+            self._begun = True
+            head = {"type": "http.response.start", "status": 200, "headers": [*EVENT_STREAM]}
+            await self._send(head)
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
 
 def _join(segments: Sequence[SpokenSegment]) -> str:
@@ -249,7 +284,7 @@ def _describe(call: TranscriptionCall, request: TranslationRequest, text: str) -
     )
 
 
-_PIECES = (TextDelta, TextDone, OpenAIError)
+_PIECES = (TextDelta, TextSegment, TextDone, OpenAIError)
 _operation = partial(Operation, tag="audio", body=FORM, pieces=_PIECES, texts=True)
 OPERATIONS = (
     _operation(TRANSCRIPTIONS, "The text of a recording", TranscriptionRequest, Transcription),

@@ -13,7 +13,7 @@ from servekit.gateway.api.multipart import find_boundary, read_parts
 #: Fields that are lists; clients write [] behind their names.
 _LISTS = ("timestamp_granularities", "include", "known_speaker_names", "known_speaker_references")
 #: Fields that are no texts: numbers and booleans.
-_VALUES = ("temperature", "seed", "stream", "timeout_s")
+_VALUES = ("temperature", "seed", "stream", "timeout_s", "queue_position")
 _FILE = "file"
 
 

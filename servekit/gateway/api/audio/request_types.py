@@ -37,8 +37,11 @@ class TranslationRequest(msgspec.Struct, kw_only=True):
         None
     )
     stream: Stream | None = None
-    """Send each segment once it is heard, as events, with json or text. A segment comes with its
-    window of 30 s."""
+    """Send each segment once it is heard, as events, with json, text or verbose_json, which adds
+    an event with the times of each. A segment comes with its window of 30 s."""
+    queue_position: bool | None = None
+    """servekit's own: send a comment for each new position in the queue before the events of a
+    stream."""
     timeout_s: Timeout | None = None
 
 

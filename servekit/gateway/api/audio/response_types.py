@@ -74,8 +74,23 @@ class TextDelta(Struct, tag="transcript.text.delta", tag_field="type"):
     delta: Annotated[str, doc("The text of a segment", "Good morning,")]
 
 
+class TextSegment(Struct, tag="transcript.text.segment", tag_field="type"):
+    """An event of a streamed transcript with times: a segment, after its text."""
+
+    id: Annotated[str, doc("Its number, from 0 on", "0")]
+    start: Time
+    end: Time
+    text: Heard
+
+
 class TextDone(Struct, tag="transcript.text.done", tag_field="type"):
     """The last event of a streamed transcript."""
 
     text: Heard
     usage: Annotated[TokenUsage, doc("Token counts")]
+    language: Annotated[str, doc("The language that is spoken, with times", "english")] | (
+        UnsetType
+    ) = UNSET
+    duration: Annotated[float, doc("Length of the recording, s, with times", 2.4)] | UnsetType = (
+        UNSET
+    )

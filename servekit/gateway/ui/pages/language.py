@@ -18,7 +18,7 @@ DEFAULT = "en"
 PATH = "/ui"
 #: The pages by address, in the order of the bar; the first is the chat.
 PAGES = (
-    *("", "compare", "playground", "embeddings", "structured"),
+    *("", "compare", "playground", "embeddings", "structured", "transcribe"),
     *("dashboard", "requests", "operate"),
 )
 TABLES: Mapping[str, Mapping[str, str]] = {"en": ENGLISH, "zh": CHINESE}

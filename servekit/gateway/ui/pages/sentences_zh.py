@@ -81,6 +81,26 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
         r"its worker ended, and the model is no longer served",
         "它的工作进程已结束，此模型不再提供服务",
     ),
+    # ---- recordings
+    (r"file: it cannot be read as audio: (.+)", "无法作为音频读取：{0}"),
+    (r"WAV, FLAC, Ogg and MP3 are read", "可读取 WAV、FLAC、Ogg 和 MP3"),
+    (r"it is a WAV file without samples", "这是没有采样的 WAV 文件"),
+    (r"file: the recording is empty", "录音是空的"),
+    (r"file: the recording is cut short: .+; send all", "录音不完整：文件头声明的数据比实际的多"),
+    (r"file: the recording is longer than ([\d.]+) s; .+", "录音超过了 {0} 秒"),
+    (
+        r"file: only WAV is read here; other formats need the package soundfile: (.+)",
+        "这里只能读取 WAV；其他格式需要 soundfile：{0}",
+    ),
+    (
+        r"language: this model does not know '(.+)'; it knows (.+)",
+        "此模型不支持语言 {0}；支持的语言：{1}",
+    ),
+    (r"this model hears English only, and does not translate", "此模型只识别英语，不能翻译"),
+    (
+        r"the body is over the limit of (\d+) bytes; .+",
+        "请求超过了 {0} 字节的上限；请缩小，或调高 server.max_body_bytes",
+    ),
     (r"an internal error; see the logs", "内部错误，详见日志"),
     # ---- tools of MCP servers
     (r"the tools of (.+) cannot be used: (.+)", "无法使用 {0} 的工具：{1}"),

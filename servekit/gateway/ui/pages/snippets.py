@@ -6,6 +6,7 @@ import json
 import shlex
 from html import escape
 
+from servekit.gateway.api.audio.endpoints import TRANSCRIPTIONS, TRANSLATIONS
 from servekit.gateway.ui.pages.language import Say
 from servekit.gateway.ui.widgets.request_runner import CHAT, COMPLETIONS, RequestOptions
 
@@ -31,12 +32,24 @@ _OPENAI = frozenset(
         "tool_choice",
         "encoding_format",
         "dimensions",
+        "language",
     ]
 )
-_CREATE = {CHAT: "chat.completions.create", COMPLETIONS: "completions.create"}
+#: Those that a method lacks.
+_NOT_OPENAI = {TRANSLATIONS: frozenset(["language"])}
+#: Endpoints that take a form; its field `file` is the name of a file.
+_FORMS = (TRANSCRIPTIONS, TRANSLATIONS)
+_CREATE = {
+    CHAT: "chat.completions.create",
+    COMPLETIONS: "completions.create",
+    TRANSCRIPTIONS: "audio.transcriptions.create",
+    TRANSLATIONS: "audio.translations.create",
+}
 _SHOW = {
     CHAT: "print(answer.choices[0].message.content)",
     COMPLETIONS: "print(answer.choices[0].text)",
+    TRANSCRIPTIONS: "print(answer.text)",
+    TRANSLATIONS: "print(answer.text)",
 }
 _EMBED = "embeddings.create"
 _SHOW_EMBED = "print(len(answer.data[0].embedding))"
@@ -44,18 +57,30 @@ _SHOW_EMBED = "print(len(answer.data[0].embedding))"
 
 def write_curl(origin: str, options: RequestOptions, *, closed: bool) -> str:
     """Return a command line. `closed`: a key is needed."""
-    body = json.dumps(options.body, ensure_ascii=False, indent=2)
-    lines = [f"curl {shlex.quote(origin + options.path)}", "-H 'Content-Type: application/json'"]
+    lines = [f"curl {shlex.quote(origin + options.path)}"]
     if closed:
         lines.append(f'-H "Authorization: Bearer ${KEY}"')
-    return " \\\n  ".join([*lines, f"-d {shlex.quote(body)}"])
+    if options.path in _FORMS:
+        fields = {name: str(value) for name, value in options.body.items()}
+        file = fields.pop("file")
+        lines += [f"-F {shlex.quote(f'file=@{file}')}"]
+        # not -F, to which @ and < are files
+        lines += [f"--form-string {shlex.quote(f'{name}={fields[name]}')}" for name in fields]
+    else:
+        body = json.dumps(options.body, ensure_ascii=False, indent=2)
+        lines += ["-H 'Content-Type: application/json'", f"-d {shlex.quote(body)}"]
+    return " \\\n  ".join(lines)
 
 
 def write_python(origin: str, options: RequestOptions, *, closed: bool) -> str:
     """Return a program that uses OpenAI's client."""
-    named = {key: value for key, value in options.body.items() if key in _OPENAI}
-    more = {key: value for key, value in options.body.items() if key not in _OPENAI}
-    arguments = [f"    {key}={value!r}," for key, value in named.items()]
+    body = dict(options.body)
+    file = body.pop("file", None)
+    openai = _OPENAI - _NOT_OPENAI.get(options.path, frozenset())
+    named = {key: value for key, value in body.items() if key in openai}
+    more = {key: value for key, value in body.items() if key not in openai}
+    arguments = [] if file is None else [f"    file=open({file!r}, 'rb'),"]
+    arguments += [f"    {key}={value!r}," for key, value in named.items()]
     arguments += [f"    extra_body={more!r},"] if more else []
     key = f'os.environ["{KEY}"]' if closed else '"none"'
     head = ["import os", ""] if closed else []

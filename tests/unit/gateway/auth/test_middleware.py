@@ -136,6 +136,44 @@ async def test_posts_are_charged_and_told_what_is_left(method: str, second: int)
     assert (await scene.ask("/v1/embeddings", OURS, method))[0] == second
 
 
+# ---------------------------------------------------------------- calls of pages
+
+SPEECH = "/ui/v1/audio/transcriptions"
+
+
+def session(scene: Scene, rule: KeyRule) -> tuple[bytes, bytes]:
+    token = sessions.issue(rule, scene.access.rules, time.time())
+    return b"cookie", f"{sessions.cookie_name(0)}={token}".encode()
+
+
+async def test_calls_of_pages_are_charged_to_the_session() -> None:
+    limited = KeyRule("me", digest=KEY.digest, requests_per_minute=1)
+    scene = Scene(limited, sessions=b"t" * 32)
+    cookie = session(scene, limited)
+    assert (await scene.ask("/ui/gradio_api/run", [cookie]))[0] == 200  # of no model
+    scene.sent.clear()
+    status, headers = await scene.ask(SPEECH, [cookie])
+    assert (status, headers[b"x-ratelimit-remaining-requests"]) == (200, b"0")
+    scene.sent.clear()
+    assert (await scene.ask(SPEECH, [cookie]))[0] == 429
+    assert scene.passed == ["me", "me"]
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "status"),
+    [
+        (SPEECH, (b"sec-fetch-site", b"cross-site"), 403),
+        (SPEECH, (b"sec-fetch-site", b"same-origin"), 200),
+        ("/v1/audio/transcriptions", (b"sec-fetch-site", b"same-origin"), 401),
+    ],
+)
+async def test_a_session_is_valid_for_calls_of_our_pages_alone(
+    path: str, more: tuple[bytes, bytes], status: int
+) -> None:
+    scene = Scene(KEY, sessions=b"t" * 32)
+    assert (await scene.ask(path, [session(scene, KEY), more]))[0] == status
+
+
 # ---------------------------------------------------------------- the owner's browser
 
 LINK = {"query": b"token=abc"}

@@ -208,7 +208,7 @@ async def test_a_link_makes_one_browser_the_owner(rules: AccessRules) -> None:
         answer = await client.get(f"/ui/operate?token={token}")
     assert (answer.status_code, answer.headers["location"]) == (303, "/ui/operate")
     assert token not in str(said) + str(answer.headers)
-    assert answer.headers["referrer-policy"] == "no-referrer"
+    assert answer.headers["referrer-policy"] == "same-origin"
     cookie = answer.headers["set-cookie"]
     assert "HttpOnly; SameSite=Strict" in cookie
     owner = {"cookie": cookie.partition(";")[0]}

@@ -149,3 +149,22 @@ async def test_only_the_chosen_model_is_shown_and_its_past_is_not() -> None:
         for route in one.routes.values():
             for worker in route.replicas.values():
                 worker.retire()
+
+
+async def test_servers_with_the_endpoint_transcribe_too() -> None:
+    def model(name: str, **more: object) -> wire.ModelStatus:
+        return wire.ModelStatus(name, "command", "-", 0, (replica("ready"),), **more)  # type: ignore[arg-type]
+
+    chats = wire.ModelInfo(10, 1, True, "a", "none", "cpu")
+    hears = wire.ModelInfo(10, 1, False, "a", "none", "cpu", serves=("transcribe",))
+    router = Router("gateway/test")
+    models = (
+        model("chat", info=chats),
+        model("whisper", info=hears),
+        model("cpp", info=chats, endpoints=("/v1/audio/transcriptions",)),
+        model("any", info=chats, endpoints=("/v1/*",)),
+        model("later"),
+    )
+    router.apply_topology(wire.Topology(models))
+    names = [name for _, name in list_choices(router, task="transcribe")]
+    assert names == ["whisper", "cpp", "later"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -110,6 +111,50 @@ async def test_a_stream_has_events(hearing: Service) -> None:
     ]
 
 
+async def test_a_stream_with_times_has_segments_too(hearing: Service) -> None:
+    await hearing.up()
+    answer = await post(hearing, stream="true", response_format="verbose_json")
+    events = events_of(answer)
+    segment = "transcript.text.segment"
+    assert events[2:4] == [
+        {"type": "transcript.text.delta", "delta": " two"},
+        {"type": segment, "id": "1", "start": 1.0, "end": 1.75, "text": " two"},
+    ]
+    assert [one["id"] for one in events if one["type"] == segment] == ["0", "1", "2"]
+    done = events[-1]
+    assert (done["text"], done["language"], done["duration"]) == ("one two three", "english", 3.1)
+    assert [job.speech.timestamps for job in engine_of(hearing.workers[0]).jobs] == ["segment"]
+
+
+async def test_who_waits_is_told_the_place(hearing: Service) -> None:
+    (worker,) = await hearing.up(waits=True, slots=1)
+    asked = [
+        asyncio.create_task(post(hearing, stream="true", queue_position=follows))
+        for follows in ("true", "TRUE", "false")
+    ]
+    await until(lambda: hearing.router.in_flight == 3 and engine_of(worker).jobs)
+    for count in (1, 2, 3):
+        await until(lambda count=count: len(engine_of(worker).jobs) == count)  # type: ignore[misc]
+        engine_of(worker).hear(engine_of(worker).jobs[count - 1])
+    texts = [answer.text for answer in await asyncio.gather(*asked)]
+    comments = [re.findall(r"^: (.*)\n\n", text, re.MULTILINE) for text in texts]
+    assert comments == [[], ["queue position 0"], []]
+    assert texts[0] == texts[2] == texts[1].removeprefix(": queue position 0\n\n")
+
+
+async def test_who_waits_in_vain_is_told_within_the_stream(hearing: Service) -> None:
+    (worker,) = await hearing.up(waits=True, slots=1)
+    form: dict[str, Any] = {"stream": "true", "queue_position": "true"}
+    first = asyncio.create_task(post(hearing, **form))
+    await until(lambda: engine_of(worker).jobs)
+    second = asyncio.create_task(post(hearing, timeout_s="0.05", **form))
+    comment, event, _ = (await second).text.split("\n\n")
+    assert comment == ": queue position 0"
+    assert "not done within" in json.loads(event.removeprefix("data: "))["error"]["message"]
+    engine_of(worker).hear(engine_of(worker).jobs[0])
+    assert events_of(await first)[-1]["text"] == "one two three"
+
+
 async def test_a_long_file_comes_in_pieces(hearing: Service) -> None:
     await hearing.up()
     file = b" ".join([b"word" * 2**16] * 12)
@@ -190,6 +235,22 @@ async def test_what_a_worker_refuses(hearing: Service, stream: str) -> None:
         ({"temperature": "hot"}, "temperature", "expected `float`"),
         ({"response_format": "diarized_json"}, "response_format", "response_format"),
         ({"stream": "true", "response_format": "vtt"}, "stream", "vtt is not streamed"),
+        ({"stream": "true", "response_format": "srt"}, "stream", "verbose_json streams times"),
+        (
+            {"stream": "1", "response_format": "verbose_json"},
+            "stream",
+            "expected `bool",
+        ),
+        (
+            {
+                "stream": "true",
+                "response_format": "verbose_json",
+                "timestamp_granularities[]": "word",
+            },
+            "timestamp_granularities",
+            "words are not streamed",
+        ),
+        ({"queue_position": "soon"}, "queue_position", "expected `bool"),
         ({"timestamp_granularities[]": "word"}, "timestamp_granularities", "verbose_json only"),
         ({"timestamp_granularities[]": "line"}, "timestamp_granularities", "line"),
         ({"include[]": "logprobs"}, "include", "include is not supported"),

@@ -6,14 +6,19 @@ import re
 
 import pytest
 
+from servekit.engines.media.recording import decode_recording
+from servekit.errors import RequestError
+from servekit.gateway.http.asgi import too_large
 from servekit.gateway.routing.retry_policy import NOT_RESUMED
 from servekit.gateway.routing.router import Router
 from servekit.gateway.ui.pages.language import SAY_ENGLISH, Say
 from servekit.protocol import messages as wire
 from servekit.protocol.residency import ResidencyStatus
 from servekit.supervisor.process.child_process import Exit
+from tests.unit.engines.hearing_model import make_samples, write_wav
 
 SAY = Say("zh")
+WAV = write_wav(make_samples(1))
 
 
 def refusal(reason: str, residence: ResidencyStatus | None = None) -> str:
@@ -46,11 +51,33 @@ async def test_refusals_are_chinese() -> None:
     is_chinese(refusal("", ResidencyStatus("manual", "stopped", "", None)))
 
 
+@pytest.mark.parametrize(
+    "file",
+    [b"no audio", b"", WAV[:200], WAV, WAV[:44], b"RIFF....WAVE"],
+)
+def test_faults_of_recordings_are_chinese(file: bytes) -> None:
+    with pytest.raises(RequestError) as raised:
+        decode_recording(file, 16_000, 0.5)
+    is_chinese(raised.value.message)
+
+
+def test_bodies_that_are_too_large_are_told_in_chinese() -> None:
+    is_chinese(too_large(1).message)
+
+
 def is_chinese(sentence: str) -> None:
     told = SAY.translate(sentence)
     assert re.search(r"[\u4e00-\u9fff]", told)
     words = set(re.findall(r"[a-z]{3,}", told))
-    assert words <= {"big", "servekit", "load"}  # names and commands stay
+    assert words <= {
+        "big",
+        "servekit",
+        "load",
+        "server",
+        "max",
+        "body",
+        "bytes",
+    }  # names and commands stay
     assert SAY_ENGLISH.translate(sentence) == sentence
 
 
