@@ -1,7 +1,7 @@
 """Transcriptions and reranking by the transformers engine, beside libraries, by turns, on the CPU.
 
     python -m tests.bench.other_tasks [--rounds 5] [--clients 1 4 8] [--only transcribe rerank]
-                                      [--venv DIR]
+                                      [--venv DIR] [--contestants NAME]
 
 Random weights: a Whisper of tiny's size, which writes 60 tokens of each recording of 29 s, and a
 cross-encoder of ms-marco-MiniLM-L6's size for queries with 16 documents. servekit is asked over
@@ -81,6 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--threads", type=int, default=1, help="torch threads of everyone")
     parser.add_argument("--calm-within", type=float, default=0.0, metavar="SECONDS")
+    parser.add_argument("--contestants", default="", help="those with this in their name only")
     parser.add_argument("--venv", type=Path, help="the peer's environment, kept; else a fresh one")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
@@ -89,8 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         open_task, unit, amount = TASKS[task]
         with (
             tempfile.TemporaryDirectory(prefix="servekit-bench-") as folder,
-            open_task(Path(folder), options, max(options.clients)) as works,
+            open_task(Path(folder), options, max(options.clients)) as opened,
         ):
+            works = {name: opened[name] for name in opened if options.contestants in name}
             for count in options.clients:
                 print(f"measuring: {task}, {count} clients …", file=sys.stderr, flush=True)
                 found = _measure(works, count, options.rounds, options.calm_within)
