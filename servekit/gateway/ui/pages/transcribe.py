@@ -69,10 +69,10 @@ _FORMATS = ("txt", "srt", "vtt", "json")
 
 
 def make_options(
-    model: str, language: str, translate: bool, times: bool, prompt: str
+    model: str, language: str | None, translate: bool, times: bool, prompt: str | None
 ) -> RequestOptions:
     """Return the request that the page shows as code."""
-    given = {"language": language.strip(), "prompt": prompt.strip()}
+    given = {"language": (language or "").strip(), "prompt": (prompt or "").strip()}
     more = {name: text for name, text in given.items() if text}
     more |= {"response_format": "verbose_json"} if times else {}
     path = TRANSLATIONS if translate else TRANSCRIPTIONS
