@@ -211,7 +211,7 @@ ENGLISH: dict[str, str] = {
     "transcribe.level": "Level of the microphone",
     "transcribe.language": "Language",
     "transcribe.language.info": "as en or english",
-    "transcribe.detect": "found out",
+    "transcribe.detect": "detected",
     "transcribe.prompt.info": "names and a style to keep",
     "transcribe.translate": "Translate into English",
     "transcribe.times": "Times of segments, for subtitles",
