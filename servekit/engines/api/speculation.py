@@ -4,9 +4,9 @@ The pass reads a row's last token and its k proposed ones, and so gives the logi
 them. From these a token is chosen as in any other step, with the noise of its own position (see
 `text.sampling_params`), and the next one counts only while the chosen token is the proposed one.
 So each token is the very one that the row would have had without proposals: greedy text and the
-text of a seed are the same. Over all seeds a proposal x is accepted with probability p(x), and otherwise replaced
-by a draw from p without x: the rejection sampling of speculative decoding, for a proposal that is
-certain (Leviathan et al., 2023, https://arxiv.org/abs/2211.17192).
+text of a seed are the same. Over all seeds a proposal x is accepted with probability p(x), and
+otherwise replaced by a draw from p without x: the rejection sampling of speculative decoding, for a
+proposal that is certain (Leviathan et al., 2023, https://arxiv.org/abs/2211.17192).
 
 `NgramProposer` looks the row's last tokens up in its own prompt and completion (prompt lookup,
 https://github.com/apoorvumang/prompt-lookup-decoding).
@@ -20,14 +20,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 import structlog
 
-from servekit.engines.api.base import StepOutput
+from servekit.engines.api.base import Load, StepOutput
 from servekit.engines.api.job_state import Underway
 from servekit.errors import describe_error
 from servekit.protocol.messages import WorkerSpec
@@ -65,6 +65,11 @@ class Counts(NamedTuple):
     drafts: int = 0  # proposals
     draft_tokens: int = 0
     accepted_tokens: int = 0
+
+    def add_to(self, load: Load) -> Load:
+        """Return an engine's load with these tokens."""
+        tokens = {"draft_tokens": self.draft_tokens, "accepted_tokens": self.accepted_tokens}
+        return replace(load, **tokens)
 
 
 R = TypeVar("R", bound=Underway)

@@ -207,10 +207,9 @@ class DecodeLoop:
 
     def _is_promising(self) -> bool:
         """Return whether to wait for the running step, since there are likely to be proposals."""
-        speculator = self._speculator
-        return speculator is not None and speculator.is_promising(
-            self._seated_rows, self._slots.count
-        )
+        if self._speculator is None:
+            return False
+        return self._speculator.is_promising(self._seated_rows, self._slots.count)
 
     @property
     def _seated_rows(self) -> list[Row]:

@@ -56,8 +56,8 @@ class Seer(Proposer[Row]):
 
     def propose(self, wanted: Wanted[Row]) -> dict[str, list[int]]:
         found = {}
-        for key, (row, most) in wanted.items():
-            at = row.position
+        for key, (one, most) in wanted.items():
+            at = one.position
             right = self._known[key][at : at + self._made.randint(0, most)]
             said = [8 if self._made.random() < self._wrong else token for token in right]
             said += [9] * self._made.randint(0, most - len(said))  # beyond the end, perhaps
