@@ -40,12 +40,12 @@ import transformers
 from torch import Tensor
 
 from servekit.engines.api.base import Job
+from servekit.engines.api.speculation import Speculator
 from servekit.engines.text.sampling_params import Sampling
 from servekit.engines.transformers import fused_layers
 from servekit.engines.transformers.batching.continuous import ContinuousRunner
 from servekit.engines.transformers.decode import draft_model
 from servekit.engines.transformers.decode.speculation_setup import Draft
-from servekit.engines.transformers.decode.speculative import Speculator, StepRates
 from servekit.engines.transformers.request_row import Row
 from servekit.engines.transformers.runner_factory import make_causal_runner
 from servekit.protocol.messages import SamplingParams

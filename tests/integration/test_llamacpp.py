@@ -85,6 +85,29 @@ def test_a_stream_goes_on_when_its_worker_is_killed(tmp_path: Path) -> None:
         assert chat(url, max_tokens=tokens) == whole
 
 
+@pytest.mark.parametrize("method", ["ngram", "draft"])
+def test_a_speculating_worker_that_is_killed_changes_no_text(tmp_path: Path, method: str) -> None:
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", float32=True, context=4096)
+    entry = model(path)
+    asked: dict[str, Any] = {"method": method, "tokens": 3}
+    asked |= {"ngram_min": 1} if method == "ngram" else {"model": str(path)}
+    own = {**entry, "options": {**entry["options"], "speculative": asked}}
+    with Instance.up(tmp_path, [own, {**entry, "name": "p"}]) as instance:
+        instance.until_settled()
+        info = instance.model("m").info
+        assert info is not None and f"3 proposed tokens ({method}): 4 take" in info.detail
+        whole, pid = chat(instance.url, model="p", max_tokens=1200), instance.replica("m/0").pid
+        pieces = []
+        for piece in streamed(instance.url, max_tokens=1200):
+            pieces.append(piece)
+            if len(pieces) == 1:
+                os.kill(pid, signal.SIGKILL)
+        assert "".join(pieces) == whole
+        instance.until("it is replaced", lambda: is_another(instance, [pid]), 60)
+        instance.until_settled()
+        assert chat(instance.url, max_tokens=1200) == whole
+
+
 def test_it_is_served_by_a_folder_of_llama_cpps_own(tmp_path: Path) -> None:
     """The file names the folder as it stands beside it; no package is imported."""
     package = find_spec("xllamacpp")

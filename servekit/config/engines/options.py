@@ -243,6 +243,8 @@ class LlamaCppOptions(Section):
     enlarged. By default as llama.cpp has it for the projector."""
     image_max_tokens: Annotated[int | None, Field(ge=1)] = None
     """Most tokens of an image, likewise; larger images are made smaller, which saves time."""
+    speculative: Speculative | None = None
+    """Speculative decoding; a draft model is a GGUF file. Not for recurrent models."""
     library: ConfigPath | None = None
     """A folder with llama.cpp's own libraries (libllama.so), relative to this file, to use instead
     of a package: this allows any build of it for GPUs."""
@@ -557,7 +559,7 @@ _OURS = {
         file_options=("mmproj",),
         parallel=("split",),
         env={"GGML_NO_BACKTRACE": "1"},  # else a debugger is attached to a worker that aborts
-        neutral=frozenset({"slots", "threads", "batch_tokens", "max_audio_s"}),
+        neutral=frozenset({"slots", "threads", "batch_tokens", "max_audio_s", "speculative"}),
     ),
     "faster_whisper": EngineKind(
         FasterWhisperOptions,

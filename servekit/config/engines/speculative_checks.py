@@ -1,4 +1,4 @@
-"""Checks of `speculative` of the transformers engine, before anything is loaded."""
+"""Checks of `speculative`, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from servekit.config import paths
 from servekit.config.error_reporting import Problem
 from servekit.config.schema import ModelConfig
 
+#: Engines with the option; other engines have their own names for it.
+_ENGINES = ("transformers", "llamacpp")
+
 
 def get_speculative(config: ModelConfig) -> dict[str, Any]:
-    """Return the option of a model with the transformers engine; {} if it has none."""
-    found = config.options.get("speculative") if config.engine == "transformers" else None
+    """Return the option of a model whose engine has it; {} if it has none."""
+    found = config.options.get("speculative") if config.engine in _ENGINES else None
     return found if isinstance(found, dict) else {}
 
 
@@ -36,11 +39,18 @@ def check_speculative(
     if options.get("task") == "rerank":
         message = "a reranker generates no text to speculate about."
         yield Problem((*at, "options", "speculative"), message, at_key=True)
-    if config.gpus_per_replica > 1:
+    if options.get("pooling", "auto") not in ("auto", "none"):
+        message = "a model that makes embeddings or scores has no text to speculate about."
+        yield Problem((*at, "options", "speculative"), message, at_key=True)
+    if config.gpus_per_replica > 1 and config.engine == "transformers":
         message = "a model with `speculative` is on one GPU; engine vllm spreads it."
         yield Problem((*at, "gpus_per_replica"), message)
     if model := asked.get("model"):
+        here = (*at, "options", "speculative", "model")
         try:
-            paths.check_model_path(str(model), folder)
+            found = paths.check_model_path(str(model), folder)
         except ValueError as error:
-            yield Problem((*at, "options", "speculative", "model"), f"{error}.")
+            yield Problem(here, f"{error}.")
+            return
+        if config.engine == "llamacpp" and not found.is_gguf:
+            yield Problem(here, "the engine llamacpp loads GGUF files, and this is none.")

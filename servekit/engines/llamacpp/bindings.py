@@ -46,6 +46,8 @@ CACHE_TYPES: dict[str, tuple[int, float]] = {
 POOLINGS = {"none": 0, "mean": 1, "cls": 2, "last": 3, "rank": 4}
 #: Prompt tokens of one pass that may need logits: each takes a row of the vocabulary's size.
 PROMPT_OUTPUTS = 64
+#: Proposed tokens of one pass, of all requests together, each of which needs logits, too.
+PROPOSED_OUTPUTS = 64
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 _SPLITS = {"layer": 1, "row": 2}
 #: Size of either struct, with a reserve: a callee accesses only its own struct's size.
@@ -89,11 +91,17 @@ class Settings:
     cache_type: str
     pooling: int | None  # None: the model generates
     cpu_moe_layers: int = 0  # layers, from the first, whose experts stay in the host's memory
+    speculates: bool = False  # passes have proposed tokens
 
     @property
     def outputs(self) -> int:
-        """Tokens of one pass that may need logits: one per sequence, and prompt tokens."""
-        return self.sequences + PROMPT_OUTPUTS
+        """Tokens of one pass that may need logits: see `count_outputs`."""
+        return count_outputs(self.sequences, speculates=self.speculates)
+
+
+def count_outputs(sequences: int, *, speculates: bool) -> int:
+    """Return the tokens of a pass that may need logits: one a sequence, of prompts, proposed."""
+    return sequences + PROMPT_OUTPUTS + (PROPOSED_OUTPUTS if speculates else 0)
 
 
 class Binding(ABC):

@@ -15,17 +15,19 @@ from typing import TYPE_CHECKING, Any, cast
 import structlog
 from msgspec import structs
 
-from servekit.engines.api.base import EmbedJob, Job, MediaPrompt, Report
+from servekit.engines.api.base import EmbedJob, Job, Load, MediaPrompt, Report
 from servekit.engines.api.generation_identity import identify_files
 from servekit.engines.api.job_state import EmbedRow, ends_of
 from servekit.engines.api.job_validation import Limits, check_inputs, check_job
 from servekit.engines.api.load_phases import phase
+from servekit.engines.api.speculation import get_speculation
 from servekit.engines.api.threaded_engine import LoopedEngine
 from servekit.engines.llamacpp.bindings import POOLINGS
 from servekit.engines.llamacpp.embedding import LlamaClassifier, LlamaEmbedder
 from servekit.engines.llamacpp.generation import GenerationRunner
 from servekit.engines.llamacpp.loading import Loaded, load_from_spec
 from servekit.engines.llamacpp.request_row import LlamaRow
+from servekit.engines.llamacpp.speculation_setup import make_speculator
 from servekit.engines.llamacpp.tokenizer import LlamaCodec
 from servekit.engines.media.media_warnings import warn_unavailable
 from servekit.engines.media.recording import MAX_AUDIO_S
@@ -97,11 +99,17 @@ class LlamaCppEngine(LoopedEngine):
                 serves=("embed", "tokenize", "detokenize"),
                 embedding_size=loaded.model.embedding_size,
             )
+        speculator = None
+        if (speculation := get_speculation(self.spec)) is not None:
+            with phase("proposals"):
+                speculator, how = make_speculator(speculation, loaded)
+            info = structs.replace(info, detail=f"{info.detail}; {how}")
         self._runner = GenerationRunner(
             loaded.context,
             loaded.context.batch_tokens,
             rewinds=loaded.model.rewinds,
             projector=loaded.projector,
+            speculator=speculator,
         )
         self._eos = vocabulary.eos
         stated = {name: value for name, value in self.spec.sampling.items() if value is not None}
@@ -200,7 +208,7 @@ class LlamaCppEngine(LoopedEngine):
             device="cuda:0" if self.spec.device == "cuda" else "cpu",
             parameters=model.parameters,
             kv_cache_bytes=plan.cache_bytes,
-            weights_bytes=model.size_bytes,
+            weights_bytes=model.size_bytes + (loaded.draft.model.size_bytes if loaded.draft else 0),
             prefix_block=1 if model.rewinds and loaded.pooling is None else 0,
             prefix_tokens=plan.context if model.rewinds and loaded.pooling is None else 0,
             detail=f"{loaded.binding.library.binding}, cache of {plan.context} tokens{where}",
@@ -249,6 +257,10 @@ class LlamaCppEngine(LoopedEngine):
         if self._media is None:
             return super().encode_media(messages, tools, template, continues)
         return self._media.encode_media(messages, tools, template, continues)
+
+    def load_now(self) -> Load:
+        load, runner = super().load_now(), self._runner
+        return runner.speculated.add_to(load) if isinstance(runner, GenerationRunner) else load
 
     def _note_progress(self) -> None:
         runner = self._runner

@@ -3,10 +3,11 @@
 Each step is one pass: one token of every generating sequence, and as many prompt tokens as the
 batch has room for, oldest request first. The sequences share one KV cache.
 
-An ended sequence stays in the cache until its place or memory is needed: a request whose prompt has
-the same beginning continues from there. Beginnings of running sequences are shared too, without a
-copy. When the cache is full, ended sequences are evicted first, least recently used first; then the
-youngest request loses its place and is recomputed later.
+When the cache is full, ended sequences (`sequences.py`) are evicted first, least recently used
+first; then the youngest request loses its place and is recomputed later.
+
+A step that reads nothing but the last token of each request may also read proposed tokens
+(`api.speculation`). Those that are rejected are removed from the cache.
 
 An image or a recording of a prompt is read in passes of its own, beside those of tokens: at most
 one in a step, and as much of it as there is room for. Its embeddings are made by a thread beside
@@ -19,8 +20,9 @@ NaN, it fails; else it continues with the others.
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -29,34 +31,21 @@ import structlog
 
 from servekit.engines.api.base import StepOutput
 from servekit.engines.api.job_state import NOT_A_NUMBER
-from servekit.engines.llamacpp.bindings import PROMPT_OUTPUTS
+from servekit.engines.api.speculation import Counts, Speculator, join_outputs
+from servekit.engines.llamacpp.bindings import PROMPT_OUTPUTS, PROPOSED_OUTPUTS
 from servekit.engines.llamacpp.chunk_encoder import ChunkEncoder
 from servekit.engines.llamacpp.model import Context, InsufficientMemory
-from servekit.engines.llamacpp.mtmd import PLAIN, MediaChunk, Positions, Projector
+from servekit.engines.llamacpp.mtmd import MediaChunk, Projector
 from servekit.engines.llamacpp.request_row import LlamaRow
 from servekit.engines.llamacpp.sampling_params import choose_token, score_prompt
+from servekit.engines.llamacpp.sequences import Place, Sequences
 
 log: Any = structlog.get_logger(__name__)
 
-#: Shorter common beginnings are not shared.
-LEAST_SHARED = 8
 #: Free tokens that a request needs in addition to its prompt before it starts.
 HEADROOM_TOKENS = 32
 #: How long a step waits for embeddings if there is nothing else to do.
 WAIT_S = 0.02
-
-
-@dataclass(slots=True, eq=False)
-class Place:
-    """A sequence of llama.cpp: its request, and its tokens in the cache."""
-
-    id: int
-    row: LlamaRow | None = None
-    cached: list[int] = field(default_factory=list)  # with the marks of images and recordings
-    positions: Positions = PLAIN  # of the cached tokens
-    salt: str = ""  # only requests of this salt may share the cached tokens
-    used: int = 0  # step of its last use
-    born: int = 0  # step in which its row was admitted
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +63,20 @@ class Plan:
 
     texts: list[tuple[Place, list[int]]] = field(default_factory=list)
     piece: Piece | None = None
+    proposals: Mapping[str, list[int]] = field(default_factory=dict)  # by row's key
 
     @property
     def tokens(self) -> int:
         return sum(len(tokens) for _, tokens in self.texts) + (
             self.piece.count if self.piece else 0
         )
+
+    @property
+    def decodes(self) -> bool:
+        """True if it reads the last tokens of requests, and nothing else."""
+        rows = [(_row_of(place), len(place.cached)) for place, _ in self.texts]
+        alone = self.piece is None and bool(rows)
+        return alone and all(row.length == read + 1 and not row.unscored for row, read in rows)
 
 
 _At = tuple[Place, int]
@@ -96,10 +93,12 @@ class GenerationRunner:
         *,
         rewinds: bool,
         projector: Projector | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
         """Store the limit `step_tokens` of one pass; `rewinds`: sequences can be cut anywhere.
 
-        `projector` is for prompts with images or recordings.
+        `projector` is for prompts with images or recordings. With a `speculator` the context has
+        room for PROPOSED_OUTPUTS more outputs, and its sequences can be cut.
         """
         self._context = context
         self._projector = projector
@@ -107,17 +106,17 @@ class GenerationRunner:
         #: The last step only waited for embeddings, which do not come.
         self.hangs = False
         self._step_tokens = step_tokens
-        self._rewinds = rewinds
+        self._speculator = speculator
         self._waiting: deque[LlamaRow] = deque()
         self._suspects: deque[LlamaRow] = deque()  # to be tried alone, because there was a NaN
         self._trial: LlamaRow | None = None  # runs alone
-        self._places = [Place(index) for index in range(context.sequences)]
+        self._sequences = Sequences(context, rewinds=rewinds)
         self._clock = count(1)
         self._now = 0
 
     @property
     def running(self) -> int:
-        return sum(place.row is not None for place in self._places)
+        return len(self._sequences.active)
 
     @property
     def waiting(self) -> int:
@@ -125,8 +124,13 @@ class GenerationRunner:
 
     @property
     def kv_used(self) -> float:
-        used = sum(len(place.cached) for place in self._places if place.row is not None)
+        used = sum(len(place.cached) for place in self._sequences.active)
         return min(1.0, used / self._context.capacity)
+
+    @property
+    def speculated(self) -> Counts:
+        """Return the numbers of tokens that were proposed and accepted so far."""
+        return Counts() if self._speculator is None else self._speculator.counts
 
     def add(self, row: LlamaRow) -> None:
         self._waiting.append(row)
@@ -136,9 +140,10 @@ class GenerationRunner:
         self._suspects = deque(other for other in self._suspects if other is not row)
         if self._trial is row:
             self._trial = None
-        for place in self._places:
+        for place in self._sequences.active:
             if place.row is row:
-                self._free_place(place)
+                self._sequences.free(place)
+        self._forget_proposals(row)
         if self._encoder is not None and row.media is not None:
             self._encoder.drop(row.media)
 
@@ -153,50 +158,104 @@ class GenerationRunner:
 
     def step(self) -> list[tuple[LlamaRow, StepOutput]]:
         """Run one pass over tokens, and perhaps one over embeddings; return their outputs."""
+        began_s = time.perf_counter()
         self._now = next(self._clock)
         self._admit_waiting()
         outputs = self._end_unreadable()
-        while True:
-            plan = self._plan_pass()
-            try:
-                wanted, read = self._run_pass(plan.texts)
-                break
-            except InsufficientMemory:
-                self._make_room()
+        plan, wanted, read = self._run_texts()
+        decodes = plan.decodes
         numbers = [
             score_prompt(_row_of(place), len(place.cached), len(tokens), at, self._context.logits)
             for place, tokens, at in read
         ]
         for place, tokens in plan.texts:
             self._note_read(place, tokens)
-        sane = self._push_tokens(wanted, outputs) and all(numbers)
+        sane = self._push_tokens(wanted, outputs, plan.proposals) and all(numbers)
         if sane and plan.piece is not None:
             wanted = self._read_piece(plan.piece)
-            sane = self._push_tokens(wanted, outputs)
+            sane = self._push_tokens(wanted, outputs, {})
         if not sane:
             return outputs + self._suspect_rows()
+        if decodes and self._speculator is not None:
+            made = sum(len(output.token_ids) for _, output in outputs)
+            self._speculator.note_step(len(plan.texts), made, time.perf_counter() - began_s)
         if outputs:
             self._end_trial()
         idle = not (plan.tokens or outputs)
         self.hangs = idle and self._wait_for_embeddings()
         return outputs
 
-    def _push_tokens(self, wanted: list[_At], outputs: list[tuple[LlamaRow, StepOutput]]) -> bool:
+    def _run_texts(self) -> tuple[Plan, list[_At], list[_Read]]:
+        """Plan and run a pass over tokens; make room if the cache is too full for it."""
+        proposing = True
+        while True:
+            plan = self._plan_pass()
+            if proposing:
+                plan.proposals = self._find_proposals(plan)
+            try:
+                return plan, *self._run_pass(plan)
+            except InsufficientMemory:
+                if plan.proposals:  # nothing is evicted for what would only have been faster
+                    proposing = False
+                else:
+                    self._make_room()
+
+    def _push_tokens(
+        self,
+        wanted: list[_At],
+        outputs: list[tuple[LlamaRow, StepOutput]],
+        proposals: Mapping[str, list[int]],
+    ) -> bool:
         """Choose the next tokens by the logits of the last pass, and append them to `outputs`.
 
         Returns False if there is a NaN among the logits.
         """
-        chosen = [
-            (place, choose_token(_row_of(place), self._context.logits(at))) for place, at in wanted
-        ]
-        outputs += [self._push_token(*one) for one in chosen if one[1] != NOT_A_NUMBER]
-        return all(token != NOT_A_NUMBER for _, token in chosen)
+        sane = True
+        for place, at in wanted:
+            proposed = proposals.get(_row_of(place).key, [])
+            sane &= self._push_verified(place, at, proposed, outputs)
+        return sane
+
+    def _push_verified(
+        self,
+        place: Place,
+        first: int,
+        proposed: Sequence[int],
+        outputs: list[tuple[LlamaRow, StepOutput]],
+    ) -> bool:
+        """Choose a row's next token, and another one as long as it is the proposed one.
+
+        `first` is the place of its last token in the batch, and the proposed ones follow. Returns
+        False at the first NaN.
+        """
+        row, read, accepted = _row_of(place), len(place.cached), 0
+        place.cached += proposed
+        made: StepOutput | None = None
+        sane = True
+        while True:
+            token = choose_token(row, self._context.logits(first + accepted))
+            if token == NOT_A_NUMBER:
+                sane = False
+                break
+            output = self._push_token(place, token)
+            if made is None or output.error:
+                outputs.append((row, output))
+                made = made or output
+            else:
+                join_outputs(made, output)
+            if place.row is None or accepted == len(proposed) or proposed[accepted] != token:
+                break
+            accepted += 1
+        self._sequences.cut(place, read + accepted)
+        if self._speculator is not None:
+            self._speculator.note(row.key, len(proposed), accepted)
+        return sane
 
     def _note_read(self, place: Place, tokens: list[int]) -> None:
         place.cached += tokens
         place.used = self._now
 
-    def _run_pass(self, texts: list[tuple[Place, list[int]]]) -> tuple[list[_At], list[_Read]]:
+    def _run_pass(self, plan: Plan) -> tuple[list[_At], list[_Read]]:
         """Compute a pass; return the places to sample, with their positions in the batch.
 
         Also returns the prompts whose log probabilities are wanted, with their last positions.
@@ -204,32 +263,36 @@ class GenerationRunner:
         wanted: list[_At] = []
         read: list[_Read] = []
         self._context.clear_batch()
-        for place, tokens in texts:
-            last = len(place.cached) + len(tokens) == _row_of(place).length
-            every = _row_of(place).unscored
+        for place, tokens in plan.texts:
+            row = _row_of(place)
+            last, every = len(place.cached) + len(tokens) == row.length, row.unscored
             start = place.positions.find(len(place.cached))
-            at = self._context.put(place.id, start, tokens, output=last, every=every)
+            proposed = plan.proposals.get(row.key, [])
+            at = self._context.put(
+                *(place.id, start, tokens + proposed), output=last, every=every or bool(proposed)
+            )
             if last:
-                wanted.append((place, at))
+                wanted.append((place, at - len(proposed)))
             if every:
                 read.append((place, tokens, at))
-        if texts:
+        if plan.texts:
             self._context.decode_batch()
         return wanted, read
 
-    def _push_token(self, place: Place, token: int) -> tuple[LlamaRow, StepOutput]:
+    def _push_token(self, place: Place, token: int) -> StepOutput:
         row = _row_of(place)
         output = row.push(token)
         output.cached_tokens = row.cached_tokens or 0
         if row.prompt_scores:
             row.tell_prompt(output)
         if output.finish is not None or output.error is not None:
-            self._free_place(place)
-        return row, output
+            self._sequences.free(place)
+            self._forget_proposals(row)
+        return output
 
     def _plan_pass(self) -> Plan:
         """Choose the tokens of each sequence for this step: generation first, then prompts."""
-        active = sorted((p for p in self._places if p.row is not None), key=lambda p: p.born)
+        active = self._sequences.active
         left = {place.id: _row_of(place).length - len(place.cached) for place in active}
         room, scored, plan = self._step_tokens, PROMPT_OUTPUTS, Plan()
         for place in sorted(active, key=lambda place: left[place.id] > 1):
@@ -246,10 +309,29 @@ class GenerationRunner:
                 if taken:
                     plan.texts.append((place, row.context(start, start + taken)))
             room = max(0, self._step_tokens - plan.tokens)
-        if self._count_cached() + plan.tokens > self._context.capacity:
+        if self._sequences.count_cached() + plan.tokens > self._context.capacity:
             self._make_room()
             return self._plan_pass()
         return plan
+
+    # ---------------------------------------------------------------- proposals
+
+    def _find_proposals(self, plan: Plan) -> dict[str, list[int]]:
+        """Return proposed tokens for a step, by row's key; none beside prompts.
+
+        All together fit into a pass, and into what is free of the cache.
+        """
+        rows = [_row_of(place) for place, _ in plan.texts]
+        if self._speculator is None or not plan.decodes or any(row.suspected for row in rows):
+            return {}  # a row that is tried alone is suspected, too
+        free = self._context.capacity - self._sequences.count_cached()
+        room = min(self._step_tokens, len(rows) + PROPOSED_OUTPUTS, free)
+        return self._speculator.propose(rows, room)
+
+    def _forget_proposals(self, row: LlamaRow) -> None:
+        """Forget what is known of a row that has no place any more."""
+        if self._speculator is not None:
+            self._speculator.forget(row.key)
 
     # ---------------------------------------------------------------- images and recordings
 
@@ -293,10 +375,10 @@ class GenerationRunner:
     def _end_unreadable(self) -> list[tuple[LlamaRow, StepOutput]]:
         """End the requests whose image or recording could not be encoded."""
         ended = []
-        for place in self._places:
-            row = place.row
-            chunk = row.find_chunk(len(place.cached)) if row is not None else None
-            if row is not None and chunk is not None and chunk.failure:
+        for place in self._sequences.active:
+            row = _row_of(place)
+            chunk = row.find_chunk(len(place.cached))
+            if chunk is not None and chunk.failure:
                 why = f"messages: the model cannot read these images or recordings: {chunk.failure}"
                 ended.append((row, StepOutput(row.job.id, [], error=why, param="messages")))
                 self.cancel(row)  # no more of it is encoded
@@ -306,8 +388,8 @@ class GenerationRunner:
         """Wait a little for what every running request waits for; return whether that hangs."""
         if self._encoder is None:
             return False
-        rows = [(place.row, place) for place in self._places if place.row is not None]
-        chunks = [row.find_chunk(len(place.cached)) for row, place in rows]
+        active = self._sequences.active
+        chunks = [_row_of(place).find_chunk(len(place.cached)) for place in active]
         self._encoder.wait([one for one in chunks if one is not None], WAIT_S)
         return self._encoder.hangs
 
@@ -317,68 +399,26 @@ class GenerationRunner:
         if self._suspects and self._trial is None:
             self._zero_cache()
             self._trial = self._suspects.popleft()
-            self._enter_place(self._trial, self._places)
+            self._enter_place(self._trial)
         if self._trial is not None:
             return
-        while self._waiting and (free := [p for p in self._places if p.row is None]):
+        while self._waiting and self._sequences.has_free:
             row = self._waiting[0]
-            busy = sum(_row_of(p).length for p in self._places if p.row is not None)
+            busy = sum(_row_of(place).length for place in self._sequences.active)
             if busy and busy + row.length + HEADROOM_TOKENS > self._context.capacity:
                 return
-            self._enter_place(self._waiting.popleft(), free)
+            self._enter_place(self._waiting.popleft())
 
-    def _enter_place(self, row: LlamaRow, free: list[Place]) -> None:
-        """Give `row` one of the `free` places, with as much of its beginning as the cache has."""
-        source, shared = self._find_shared(row)
-        oldest = min(free, key=lambda place: (bool(place.cached), place.used))
-        place = source if source is not None and source.row is None else oldest
-        if place is not source:
-            self._cut_cache(place, 0)
-            if source is not None:
-                self._context.share_prefix(source.id, place.id, row.positions.find(shared))
-                place.cached = source.cached[:shared]
-        self._cut_cache(place, shared)
-        place.salt, place.positions = row.job.cache_salt, row.positions
-        row.note_cached(shared)
-        place.row, place.born = row, self._now
-
-    def _find_shared(self, row: LlamaRow) -> tuple[Place | None, int]:
-        """Return the place with the longest beginning in common with `row`, and its length.
-
-        The last token is never shared, because its logits are wanted.
-        """
-        best: tuple[Place | None, int] = (None, 0)
-        if not self._rewinds or row.unscored:
-            return best
-        tokens, positions = row.marked()[:-1], row.positions
-        for place in self._places:
-            if place.salt != row.job.cache_salt:
-                continue
-            shared = _common_length(place.cached, tokens)
-            if (chunk := row.find_chunk(shared)) is not None:
-                shared = chunk.start
-            longer = shared >= LEAST_SHARED and shared > best[1]
-            if longer and self._context.can_continue(place.id, positions.find(shared)):
-                best = (place, shared)
-        return best
-
-    def _free_place(self, place: Place) -> None:
-        """Free a place whose row has ended; its cached tokens stay if they can be shared."""
-        place.row = None
-        if not self._rewinds:
-            self._cut_cache(place, 0)
-
-    def _cut_cache(self, place: Place, start: int) -> None:
-        if len(place.cached) > start:
-            self._context.cut_sequence(place.id, place.positions.find(start))
-            del place.cached[start:]
+    def _enter_place(self, row: LlamaRow) -> None:
+        row.note_cached(len(self._sequences.enter(row, self._now).cached))
 
     # ---------------------------------------------------------------- values that are not numbers
 
     def _suspect_rows(self) -> list[tuple[LlamaRow, StepOutput]]:
         """Handle a pass with NaN: fail the row that ran alone, or have each row tried alone."""
-        active = sorted((p for p in self._places if p.row is not None), key=lambda p: p.born)
-        rows = [_row_of(place) for place in active]
+        rows = [_row_of(place) for place in self._sequences.active]
+        for row in rows:
+            row.suspected = True
         alone, self._trial = self._trial is not None, None
         self._zero_cache()
         if alone:
@@ -389,50 +429,36 @@ class GenerationRunner:
 
     def _end_trial(self) -> None:
         """Let the row that ran alone continue with the others."""
-        for place in self._places:
+        for place in self._sequences.active:
             if self._trial is not None and place.row is self._trial:
                 place.row = None
                 self._waiting.appendleft(self._trial)
         self._trial = None
 
     def _zero_cache(self) -> None:
-        """Empty the cache and its memory: values of removed tokens would still be multiplied."""
-        for place in self._places:
-            place.row = None
-            place.cached.clear()
-        self._context.clear_cache()
+        for place in self._sequences.active:
+            self._forget_proposals(_row_of(place))
+        self._sequences.clear()
 
     # ---------------------------------------------------------------- room
 
-    def _count_cached(self) -> int:
-        """Return the number of cached tokens; shared tokens count for each sequence."""
-        return sum(len(place.cached) for place in self._places)
-
     def _make_room(self) -> None:
         """Evict one sequence from the cache. Raises RuntimeError if only one is left."""
-        ended = [place for place in self._places if place.row is None and place.cached]
-        if ended:
-            self._cut_cache(min(ended, key=lambda place: place.used), 0)
+        if self._sequences.evict_ended():
             return
-        active = [place for place in self._places if place.row is not None]
+        active = self._sequences.active
         if len(active) < 2:
             raise RuntimeError("llama.cpp has no room in its cache for a single sequence")
-        youngest = max(active, key=lambda place: place.born)
-        log.info("request_preempted", request=_row_of(youngest).job.id)
-        self._waiting.appendleft(_row_of(youngest))
+        youngest = active[-1]
+        row = _row_of(youngest)
+        log.info("request_preempted", request=row.job.id)
+        self._waiting.appendleft(row)
+        self._forget_proposals(row)
         youngest.row = None
-        self._cut_cache(youngest, 0)
+        self._sequences.cut(youngest, 0)
 
 
 def _row_of(place: Place) -> LlamaRow:
     if place.row is None:
         raise RuntimeError(f"sequence {place.id} has no request")
     return place.row
-
-
-def _common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the length of the common beginning."""
-    end = min(len(one), len(other))
-    if one[:end] == other[:end]:
-        return end
-    return next(at for at in range(end) if one[at] != other[at])

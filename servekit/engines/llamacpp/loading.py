@@ -5,14 +5,19 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from servekit.engines.api.base import Report
 from servekit.engines.api.load_phases import phase
+from servekit.engines.api.speculation import get_speculation
 from servekit.engines.llamacpp import memory_fit
 from servekit.engines.llamacpp.bindings import POOLINGS, Binding, Settings, open_binding
+from servekit.engines.llamacpp.draft_model import Draft, check_draft
 from servekit.engines.llamacpp.model import Context, Model
 from servekit.engines.llamacpp.mtmd import Projector
 from servekit.engines.llamacpp.projector_loading import find_projector, load_projector
@@ -31,6 +36,8 @@ SLOTS = 8
 EMBEDDING_SLOTS = 32
 #: Threads if the whole model is on a GPU: little work is left for them.
 HOST_THREADS = 4
+#: More layers than any model has.
+_ALL_LAYERS = 10_000
 _DOTS = 100
 #: Pooling types that a file may name, by llama.cpp's number.
 #: Tensors of a classifier, of which a model that ranks has some.
@@ -49,9 +56,12 @@ class Loaded:
     header: Header
     pooling: int | None  # pooling type of embeddings; None: the model generates
     projector: Projector | None = None  # of a model that reads images or recordings
+    draft: Draft | None = None  # of a model that decodes speculatively, with a smaller one
 
     def close(self) -> None:
         self.context.close()
+        if self.draft is not None:
+            self.draft.close()
         if self.projector is not None:
             self.projector.close()
         self.model.close()
@@ -68,19 +78,30 @@ def load_from_spec(spec: WorkerSpec, report: Report) -> Loaded:
     if spec.device == "cuda" and not binding.library.call("llama_supports_gpu_offload"):
         raise LoadError(f"{binding.without_gpu} Or say `device: cpu`.")
     pooling = _choose_pooling(headers[0], spec)
+    drafts = _find_draft(spec, pooling, report)
     media = None if pooling is not None else find_projector(path, headers[0], spec, report)
-    plan = _plan_memory(binding, headers, spec, pooling, media and media[1])
+    plan = _plan_memory(binding, headers, spec, pooling, media and media[1], drafts)
     settings = _make_settings(path, plan, spec, pooling)
-    with phase("weights", file=str(path)):
-        model = _load_model(binding, settings, spec, report)
-    try:
+    with ExitStack() as opened:
+        with phase("weights", file=str(path)):
+            model = _load_model(binding, settings, spec, report)
+            opened.callback(model.close)
+        if get_speculation(spec) is not None and not model.rewinds:
+            raise LoadError(
+                "options.speculative: this model is recurrent, and proposed tokens cannot be taken "
+                "back out of its state. Leave it out."
+            )
         projector = media and load_projector(binding, media[0], model, settings, spec)
-    except LoadError:
-        model.close()
-        raise
-    with phase("cache"):
-        context = _new_context(binding, model, settings, plan)
-    return Loaded(binding, model, context, plan, headers[0], pooling, projector)
+        if projector:
+            opened.callback(projector.close)
+        draft = None
+        if drafts is not None:
+            draft = _load_draft(binding, drafts, model, settings, spec, report)
+            opened.callback(draft.close)
+        with phase("cache"):
+            context = _new_context(binding, model, settings, plan.cache_bytes)
+        opened.pop_all()
+    return Loaded(binding, model, context, plan, headers[0], pooling, projector, draft)
 
 
 # ---------------------------------------------------------------- what is wanted
@@ -126,6 +147,7 @@ def _plan_memory(
     spec: WorkerSpec,
     pooling: int | None,
     projector: Header | None,
+    drafts: DraftFile | None,
 ) -> memory_fit.Plan:
     cache_type = _cache_type(spec)
     most_tokens = spec.options.get("image_max_tokens")
@@ -138,6 +160,8 @@ def _plan_memory(
         cache_type=cache_type,
         budgets=reserve_bytes(_gpu_budgets(binding, spec), taken),
         host_bytes=max(0, cgroup.available_memory_bytes() - taken),
+        speculates=get_speculation(spec) is not None,
+        draft=None if drafts is None else memory_fit.shape_of(drafts.headers, cache_type),
     )
     moe_layers = spec.options.get("cpu_moe_layers") or 0
     shape = memory_fit.shape_of(headers, cache_type, moe_layers)
@@ -182,6 +206,7 @@ def _make_settings(
         cache_type=_cache_type(spec),
         pooling=pooling,
         cpu_moe_layers=plan.cpu_moe_layers,
+        speculates=get_speculation(spec) is not None,
     )
 
 
@@ -230,15 +255,73 @@ def _progress_counter(report: Report) -> Callable[[], None]:
     return count
 
 
-def _new_context(
-    binding: Binding, model: Model, settings: Settings, plan: memory_fit.Plan
-) -> Context:
+def _new_context(binding: Binding, model: Model, settings: Settings, cache_bytes: int) -> Context:
     address = binding.new_context(model.address, settings)
     if not address:
         why = binding.library.complaints or "it does not say why"
-        model.close()
         raise LoadError(
-            f"llama.cpp makes no context of {plan.context} tokens "
-            f"({format_bytes(plan.cache_bytes)} of cache): {why}."
+            f"llama.cpp makes no context of {settings.context} tokens "
+            f"({format_bytes(cache_bytes)} of cache): {why}."
         )
     return Context(binding, model, address, settings)
+
+
+# ---------------------------------------------------------------- a draft model
+
+
+@dataclass(frozen=True)
+class DraftFile:
+    """The file of a draft model; `name` is for messages."""
+
+    name: str
+    path: Path
+    headers: list[Header]
+
+
+def _find_draft(spec: WorkerSpec, pooling: int | None, report: Report) -> DraftFile | None:
+    """Fetch the draft model that the options name, if they do. Raises LoadError."""
+    speculation = get_speculation(spec)
+    if speculation is not None and pooling is not None:
+        raise LoadError(f"options.speculative is for text, and {spec.model} generates none.")
+    if speculation is None or speculation.model is None:
+        return None
+    name = f"the draft model {speculation.model}"
+    with phase("files"):
+        path = resolve_file(speculation.model, None, report)
+        headers = memory_fit.read_parts(path)
+    try:
+        generates = _choose_pooling(headers[0], structs.replace(spec, options={})) is None
+    except LoadError:
+        generates = False
+    if not generates:
+        raise LoadError(f"{name} generates no text.")
+    return DraftFile(name, path, headers)
+
+
+def _load_draft(
+    binding: Binding,
+    file: DraftFile,
+    model: Model,
+    settings: Settings,
+    spec: WorkerSpec,
+    report: Report,
+) -> Draft:
+    """Load a draft model whose cache has as many tokens and sequences as the model's."""
+    own = dataclasses.replace(
+        settings,
+        path=str(file.path),
+        gpu_layers=_ALL_LAYERS if spec.device == "cuda" else 0,
+        cpu_moe_layers=0,
+        speculates=False,
+    )
+    with phase("weights", file=own.path):
+        draft = _load_model(binding, own, spec, report)
+    try:
+        check_draft(draft, model.vocabulary, file.name)
+        shape = memory_fit.shape_of(file.headers, settings.cache_type)
+        cache_bytes = shape.cached * len(shape.layers) * settings.context
+        context = _new_context(binding, draft, own, cache_bytes)
+    except LoadError:
+        draft.close()
+        raise
+    return Draft(draft, context, shape.own_context or context.capacity)

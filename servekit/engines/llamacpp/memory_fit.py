@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from servekit.engines.llamacpp.bindings import CACHE_TYPES, PROMPT_OUTPUTS
+from servekit.engines.llamacpp.bindings import CACHE_TYPES, count_outputs
 from servekit.errors import LoadError
 from servekit.model_metadata import kv_cache_shape
 from servekit.model_metadata.gguf import Gguf, Header, read_header
@@ -62,11 +62,16 @@ class FitOptions:
     cache_type: str
     budgets: tuple[int, ...]  # bytes on each GPU; empty on a CPU
     host_bytes: int  # available memory of the host
+    speculates: bool = False
+    draft: Shape | None = None  # of a draft model, whose cache has as many tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The planned layers and context. `context` is the capacity of all sequences together."""
+    """The planned layers and context. `context` is the capacity of all sequences together.
+
+    `cache_bytes` includes the draft model's cache.
+    """
 
     gpu_layers: int
     max_context: int
@@ -144,7 +149,7 @@ def fit_memory(shape: Shape, options: FitOptions) -> Plan:
     context = min(own, options.max_context or own)
     if options.budgets:
         return _on_gpus(shape, options, context)
-    room = int(HOST_FRACTION * options.host_bytes) // max(_token(shape), 1)
+    room = int(HOST_FRACTION * options.host_bytes) // max(_token_bytes(shape, options), 1)
     useful = max(options.slots * HOST_TOKENS_PER_SLOT, context)
     return _make_plan(shape, options, 0, context, min(useful, room))
 
@@ -153,8 +158,9 @@ def _on_gpus(shape: Shape, options: FitOptions, context: int) -> Plan:
     """Plan all layers if they fit with the cache of one full context; otherwise as many as fit."""
     count = len(shape.layers)
     room = sum(max(0, budget - _workspace_bytes(shape, options)) for budget in options.budgets)
+    room = max(0, room - (options.draft.weights if options.draft else 0))
     per_layer = shape.cached * context
-    masks = _mask_bytes(options)
+    masks = _mask_bytes(options) + _draft_token_bytes(options)
     layers = options.gpu_layers
     if layers is None:
         whole = sum(shape.layers) + shape.output + (per_layer * count + masks * context)
@@ -189,7 +195,8 @@ def _make_plan(
 ) -> Plan:
     if tokens < context and options.max_context is not None:
         raise LoadError(
-            f"A context of {context} tokens takes {format_bytes(context * _token(shape))} of "
+            f"A context of {context} tokens takes "
+            f"{format_bytes(context * _token_bytes(shape, options))} of "
             f"cache, and there is room for {tokens} tokens. Lower max_context, or "
             "options.cache_type."
         )
@@ -198,21 +205,30 @@ def _make_plan(
         raise LoadError(f"Memory is enough for a context of {context} tokens only.")
     tokens = -(-tokens // _ALIGNMENT) * _ALIGNMENT
     whole = gpu_layers > len(shape.layers)
-    return Plan(gpu_layers, context, tokens, tokens * _token(shape), whole)
+    return Plan(gpu_layers, context, tokens, tokens * _token_bytes(shape, options), whole)
 
 
-def _token(shape: Shape) -> int:
-    """Return the bytes of one cached token in all layers."""
-    return shape.cached * len(shape.layers)
+def _token_bytes(shape: Shape, options: FitOptions) -> int:
+    """Return the bytes of one cached token in all layers, of the model and of its draft."""
+    return shape.cached * len(shape.layers) + _draft_token_bytes(options)
+
+
+def _draft_token_bytes(options: FitOptions) -> int:
+    return options.draft.cached * len(options.draft.layers) if options.draft else 0
 
 
 def _workspace_bytes(shape: Shape, options: FitOptions) -> int:
     """Return the bytes on each GPU besides weights, cache and what grows with the cache."""
-    logits = (options.slots + PROMPT_OUTPUTS) * shape.vocabulary
-    return HEADROOM_BYTES + options.batch * shape.activations + logits
+    logits = count_outputs(options.slots, speculates=options.speculates) * shape.vocabulary
+    size = HEADROOM_BYTES + options.batch * shape.activations + logits
+    if options.draft is not None:
+        outputs = count_outputs(options.slots, speculates=False)
+        size += options.batch * options.draft.activations + outputs * options.draft.vocabulary
+    return size
 
 
 def _mask_bytes(options: FitOptions) -> int:
     """Return the bytes of masks per cached token, on all GPUs."""
     copies = _SPREAD_COPIES if len(options.budgets) > 1 else 1
-    return _MASK_BYTES * options.batch * copies * len(options.budgets)
+    models = 1 if options.draft is None else 2
+    return _MASK_BYTES * options.batch * copies * len(options.budgets) * models

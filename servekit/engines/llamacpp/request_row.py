@@ -18,6 +18,7 @@ class LlamaRow(Underway):
     Its tokens are kept when it loses its place in the cache.
     """
 
+    suspected: bool = False  # there was a NaN in a pass with it: it gets no proposals any more
     _seen: set[int] = field(default_factory=set)
     _counts: dict[int, int] = field(default_factory=dict)
     _counted: int = 0  # completion tokens counted in both

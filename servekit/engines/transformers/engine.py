@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -343,14 +342,7 @@ class TransformersEngine(LoopedEngine):
 
     def load_now(self) -> Load:
         load, runner = super().load_now(), getattr(self._runner, "texts", self._runner)
-        if not isinstance(runner, ContinuousRunner):
-            return load
-        counts = runner.speculated
-        tokens = {
-            "draft_tokens": counts.draft_tokens,
-            "accepted_tokens": counts.accepted_tokens,
-        }
-        return replace(load, **tokens)
+        return runner.speculated.add_to(load) if isinstance(runner, ContinuousRunner) else load
 
     # ---------------------------------------------------------------- between steps
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from servekit.engines.api.base import Report
 from servekit.engines.api.load_phases import phase
 from servekit.engines.media.media_warnings import warn_unavailable
+from servekit.engines.api.speculation import get_speculation
 from servekit.engines.model_files.model_kind import ModelKind, find_model_kind
 from servekit.engines.model_files.source import resolve_folder
 from servekit.engines.text.pair_template import find_pair_template
@@ -38,7 +39,6 @@ from servekit.engines.transformers.decode.speculation_setup import (
     Draft,
     check_draft,
     check_tokenizers,
-    get_speculation,
 )
 from servekit.engines.transformers.lora.module_clone import clone_modules
 from servekit.engines.transformers.runner import Runner

@@ -53,7 +53,7 @@ _SLOTS = 256
 #: Lengths of requests, in tokens, whose number is told.
 _LENGTHS = (2048, 8192, 32768)
 #: Options that a draft model does not share with its model.
-_NOT_OF_DRAFTS = {"speculative", "quantization"}
+_NOT_OF_DRAFTS = {"speculative", "quantization", "cpu_moe_layers"}
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 #: Bytes per number in llama.cpp's caches: blocks of 32 with their scale.
 _CACHE_BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
@@ -131,6 +131,7 @@ def estimate(
         return Estimate(unknown=str(error) or repr(error))
     if draft := get_speculative(model).get("model"):
         options = {key: model.options[key] for key in model.options.keys() - _NOT_OF_DRAFTS}
+        options |= {"mmproj": False} if model.engine == "llamacpp" else {}
         small = model.model_copy(update={"path": draft, "revision": None, "options": options})
         return _add_draft(found, estimate(small, place, environ))
     return found

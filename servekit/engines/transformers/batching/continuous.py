@@ -33,13 +33,13 @@ from transformers import PreTrainedModel
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
 from servekit.engines.api.base import Job, StepOutput
+from servekit.engines.api.speculation import Counts
 from servekit.engines.text.sampling_params import Sampling
 from servekit.engines.transformers import prompt_scores
 from servekit.engines.transformers.batching import batch_processor, kv_cache, paged_attention
 from servekit.engines.transformers.batching import scheduler as groups
 from servekit.engines.transformers.batching.kv_cache import Plan
 from servekit.engines.transformers.decode.decode_loop import DecodeLoop, StepOptions
-from servekit.engines.transformers.decode.speculative import Counts
 from servekit.engines.transformers.lora.adapter import Adapter
 from servekit.engines.transformers.lora.batched_lora import Part
 from servekit.engines.transformers.request_row import Row
@@ -145,8 +145,8 @@ class ContinuousRunner(CausalRunner):
 
     def tensors(self) -> Iterable[Tensor]:
         yield from super().tensors()
-        if self._step_options is not None and self._step_options.speculator is not None:
-            yield from self._step_options.speculator.proposer.tensors()
+        if self._step_options is not None and self._step_options.draft is not None:
+            yield from self._step_options.draft.tensors()
 
     def install_adapter(self, adapter: Adapter) -> None:
         super().install_adapter(adapter)

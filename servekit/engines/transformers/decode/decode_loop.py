@@ -26,13 +26,14 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 
 from servekit.engines.api.base import StepOutput
 from servekit.engines.api.job_state import NOT_A_NUMBER
+from servekit.engines.api.speculation import Speculator, join_outputs
 from servekit.engines.transformers.decode import device_sampling
 from servekit.engines.transformers.decode.batch_slots import BatchSlot, BatchSlots
 from servekit.engines.transformers.decode.device_sampling import SamplingMode
+from servekit.engines.transformers.decode.draft_model import DraftProposer
 from servekit.engines.transformers.decode.kernels import Kernel
 from servekit.engines.transformers.decode.page_table import Pages
 from servekit.engines.transformers.decode.slot_steps import SlotSteps, bucket_size
-from servekit.engines.transformers.decode.speculative import Speculator
 from servekit.engines.transformers.request_row import Row
 from servekit.engines.transformers.sampling import Sampler, best_tokens
 
@@ -50,6 +51,12 @@ class StepOptions(NamedTuple):
     graphs: bool
     ahead: bool
     speculator: Speculator | None = None
+
+    @property
+    def draft(self) -> DraftProposer | None:
+        """Return the draft model, if that makes the proposals."""
+        proposer = self.speculator and self.speculator.proposer
+        return proposer if isinstance(proposer, DraftProposer) else None
 
 
 @dataclass(slots=True)
@@ -98,8 +105,8 @@ class DecodeLoop:
         self._inflight: InflightStep | None = None
         self._watched: set[str] = set()
         self._speculator = options.speculator
-        if self._speculator is not None:
-            self._speculator.proposer.open(self.pages, self._slots)
+        if options.draft is not None:
+            options.draft.open(self.pages, self._slots)
 
     # ---- participants
 
@@ -117,9 +124,9 @@ class DecodeLoop:
     def record_graphs(self) -> None:
         """Record the CUDA graphs of all steps."""
         self._steps.record_graphs()
-        if self._speculator is not None:
+        if self._options.draft is not None:
             step_s = self._steps.time_step(device_sampling.CHOOSING[0])
-            self._speculator.proposer.record_graphs(step_s)
+            self._options.draft.record_graphs(step_s)
 
     @property
     def uses_graphs(self) -> bool:
@@ -200,13 +207,18 @@ class DecodeLoop:
 
     def _is_promising(self) -> bool:
         """Return whether to wait for the running step, since there are likely to be proposals."""
-        speculator, slots = self._speculator, list(self.seated.values())
-        return speculator is not None and speculator.is_promising(slots, self._slots.count)
+        if self._speculator is None:
+            return False
+        return self._speculator.is_promising(self._seated_rows, self._slots.count)
+
+    @property
+    def _seated_rows(self) -> list[Row]:
+        return [slot.row for slot in self.seated.values()]
 
     def _find_proposals(self) -> dict[str, list[int]]:
         if self._speculator is None:
             return {}
-        return self._speculator.propose(list(self.seated.values()), self._slots.count)
+        return self._speculator.propose(self._seated_rows, self._slots.count)
 
     def _step_and_wait(self, proposals: Mapping[str, Sequence[int]]) -> list[Output]:
         """Run a step that verifies proposals, or whose tokens the host chooses; none is running."""
@@ -266,11 +278,7 @@ class DecodeLoop:
             return False
         output = self._push_token(slot, token)
         if at and not output.error:
-            earlier = next(made for owner, made in reversed(outputs) if owner is row)
-            earlier.token_ids += output.token_ids
-            earlier.finish, earlier.stop_token = output.finish, output.stop_token
-            if output.logprobs:
-                earlier.logprobs = [*(earlier.logprobs or ()), *output.logprobs]
+            join_outputs(next(made for owner, made in reversed(outputs) if owner is row), output)
         else:
             outputs.append((row, output))
         if not slot.taken or at == len(one.proposed) or one.proposed[at] != token:

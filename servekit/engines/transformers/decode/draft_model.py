@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from servekit.engines.api.speculation import Proposer, Wanted
 from servekit.engines.transformers.batching.batch_processor import LazyZeros
 from servekit.engines.transformers.batching.kv_cache import Shape, context_of
 from servekit.engines.transformers.decode import device_sampling
@@ -38,7 +39,6 @@ from servekit.engines.transformers.decode.batch_slots import (
 from servekit.engines.transformers.decode.kernels import Kernel
 from servekit.engines.transformers.decode.page_table import ChunkStep, Holder, Pages
 from servekit.engines.transformers.decode.slot_steps import SlotSteps
-from servekit.engines.transformers.decode.speculative import Proposer, Wanted
 from servekit.engines.transformers.request_row import Row
 
 #: More unread tokens than this are read as a chunk, which has no CUDA graph and takes ten times as
@@ -73,7 +73,7 @@ class _Reading:
     chain: int = 0  # hash of their tokens
 
 
-class DraftProposer(Proposer):
+class DraftProposer(Proposer[Row]):
     """A proposer of a draft model's tokens, for rows without images and within its context."""
 
     #: To go on, it reads all that the rows have said meanwhile, which takes as long as 100 steps.
@@ -99,15 +99,17 @@ class DraftProposer(Proposer):
         self._filled: dict[int, int] = {}  # hash of all tokens up to a block's end, by block
 
     def open(self, pages: Pages, slots: BatchSlots) -> None:
+        """Prepare for rows with this cache and these slots."""
         blocks = -(-pages.layer(0)[0].shape[0] // pages.stride)
         room = slots.pages * pages.size
         self._context = min(room, context_of(self._model.config.get_text_config()) or room)
-        self._of_model, self._target_size = pages, slots.vocab_size
+        self._of_model, self._seated, self._target_size = pages, slots.taken, slots.vocab_size
         self._pages = DraftPages(self._shape, blocks + 1, pages.size, next(self.tensors()))
         self._slots = BatchSlots(slots.count, slots.pages, blocks, self._vocab_size, slots.device)
         self._steps = SlotSteps(self._model, self._pages, self._slots, self._kernel, self._graphs)
 
     def record_graphs(self, step_s: float) -> None:
+        """Record CUDA graphs, before the first request; the model's own step takes `step_s`."""
         if self._graphs:
             self._steps.record_graphs(device_sampling.CHOOSING)
         self.cost = self._steps.time_step(device_sampling.CHOOSING[0]) / step_s
@@ -115,20 +117,28 @@ class DraftProposer(Proposer):
     def close(self) -> None:
         self._readings.clear()
         self._filled.clear()
-        for name in ("_of_model", "_pages", "_slots", "_steps"):  # missing if it could not open
+        for name in (
+            "_of_model",
+            "_seated",
+            "_pages",
+            "_slots",
+            "_steps",
+        ):  # missing if it could not open
             vars(self).pop(name, None)
 
     def tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors of its model on the device."""
         yield from self._model.parameters()
         yield from self._model.buffers()
 
     def forget(self, key: str) -> None:
         self._readings.pop(key, None)
 
-    def propose(self, wanted: Wanted) -> dict[str, list[int]]:
+    def propose(self, wanted: Wanted[Row]) -> dict[str, list[int]]:
         ready: list[tuple[BatchSlot, int, int]] = []
         left, read_chunk = self._slots.count, False
-        for slot, count in wanted.values():
+        for key, (_, count) in wanted.items():
+            slot = self._seated[key]
             if slot.row.images is not None or slot.done >= self._context:
                 continue
             known = self._find_known(slot)

@@ -1,4 +1,4 @@
-"""`speculative` of the transformers engine: what a file is told before anything is loaded."""
+"""`speculative`: what a file is told before anything is loaded."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from servekit.config.load import load_here
 from servekit.errors import ConfigError
 from tests.unit.config.test_load import write
 
-FILE = "models:\n  - {name: a, path: org/name, %s}\n"
+FILE = "models:\n  - {name: a, %s}\n"
 NGRAM = "speculative: {method: ngram}"
-HERE = frozenset({"torch", "transformers"})
+HERE = frozenset({"torch", "transformers", "xllamacpp", "numpy"})
 
 
 @pytest.mark.parametrize(
@@ -37,12 +37,31 @@ HERE = frozenset({"torch", "transformers"})
         (f"options: {{{NGRAM}, attention: eager}}", "needs the default attention"),
         (f"options: {{{NGRAM}, task: rerank}}", "a reranker generates no text"),
         (f"gpus_per_replica: 2, options: {{{NGRAM}}}", "is on one GPU; engine vllm spreads it"),
+        (f"engine: llamacpp, path: org/n/m.gguf, options: {{{NGRAM}}}", ""),
+        (f"engine: llamacpp, path: org/n/m.gguf, gpus_per_replica: 2, options: {{{NGRAM}}}", ""),
+        (
+            "engine: llamacpp, path: org/n/m.gguf,"
+            " options: {speculative: {method: draft, model: org/n/s.gguf}}",
+            "",
+        ),
+        (
+            "engine: llamacpp, path: org/n/m.gguf,"
+            " options: {speculative: {method: draft, model: org/small}}",
+            "GGUF files, and this is none",
+        ),
+        (
+            f"engine: llamacpp, path: org/n/m.gguf, options: {{{NGRAM}, pooling: mean}}",
+            "no text to speculate about",
+        ),
         (f"engine: vllm, options: {{{NGRAM}}}", "speculative"),
     ],
 )
 def test_what_a_speculating_model_cannot_have(tmp_path: Path, keys: str, words: str) -> None:
     try:
-        load_here(write(tmp_path, FILE % keys), Machine(True, HERE.__contains__))
+        load_here(
+            write(tmp_path, FILE % (keys if "path:" in keys else f"path: org/name, {keys}")),
+            Machine(True, HERE.__contains__),
+        )
     except ConfigError as error:
         assert words
         assert words in error.message
@@ -53,6 +72,6 @@ def test_what_a_speculating_model_cannot_have(tmp_path: Path, keys: str, words: 
 def test_a_draft_models_folder_is_relative_to_the_file(tmp_path: Path) -> None:
     (tmp_path / "small").mkdir()
     (tmp_path / "small" / "config.json").write_text("{}")
-    text = FILE % "options: {speculative: {method: draft, model: small}}"
+    text = FILE % "path: org/name, options: {speculative: {method: draft, model: small}}"
     config, _ = load_here(write(tmp_path, text), Machine(True, HERE.__contains__))
     assert config.models[0].options["speculative"]["model"] == str(tmp_path / "small")

@@ -67,6 +67,19 @@ def test_less_memory_is_less_cache_first() -> None:
     assert taken(SHAPE, wish, 33, plan.context + 256) > 8 * GIB
 
 
+def test_a_draft_model_takes_its_share() -> None:
+    draft = replace(SHAPE, layers=(16 * MIB,) * 8, weights=GIB, cached=1024)
+    wish = replace(WISH, budgets=(8 * GIB,), speculates=True, draft=draft)
+    plan, alone = fit_memory(SHAPE, wish), fit_memory(SHAPE, replace(WISH, budgets=(8 * GIB,)))
+    assert 8192 <= plan.context < alone.context
+    beside = draft.weights + plan.context * 8 * 1024
+    assert taken(SHAPE, wish, 33, plan.context - 256) + beside - 256 * 8 * 1024 <= 8 * GIB
+    assert taken(SHAPE, wish, 33, plan.context + 256) + beside + 256 * 8 * 1024 > 8 * GIB
+    assert plan.cache_bytes == plan.context * (4096 * 32 + 1024 * 8)
+    on_cpu = replace(wish, budgets=(), host_bytes=GIB)
+    assert fit_memory(SHAPE, on_cpu).max_context == int(0.4 * GIB) // (4096 * 32 + 1024 * 8)
+
+
 def test_then_fewer_layers() -> None:
     wish = replace(WISH, budgets=(4 * GIB,))
     plan = fit_memory(SHAPE, wish)

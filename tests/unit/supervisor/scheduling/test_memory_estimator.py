@@ -197,6 +197,15 @@ def test_a_draft_model_is_counted_too(tmp_path: Path) -> None:
     assert plain == alone
 
 
+def test_a_draft_in_llama_cpp_is_counted_too(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "tiny.gguf")
+    asked = {"method": "draft", "model": str(path)}
+    alone = of(path, engine="llamacpp")
+    both = of(path, engine="llamacpp", options={"speculative": asked, "cpu_moe_layers": None})
+    assert both.weights_bytes == 2 * alone.weights_bytes > 0
+    assert both.on_each_kv_bytes == 2 * alone.on_each_kv_bytes > 0
+
+
 def test_an_embedding_model_remembers_nothing(tmp_path: Path) -> None:
     path = folder(tmp_path / "m")
     (path / "modules.json").write_text("[]")

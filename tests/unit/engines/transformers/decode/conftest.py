@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from servekit.engines.transformers.decode import speculative
+from servekit.engines.api import speculation
 
 
 @pytest.fixture(autouse=True)
 def proposals_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        speculative.Speculator, "_rates_of", lambda self, rows: speculative.StepRates(1, rest=0)
+        speculation.Speculator, "_rates_of", lambda self, rows: speculation.StepRates(1, rest=0)
     )

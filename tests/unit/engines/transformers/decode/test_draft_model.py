@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from servekit.engines.api.speculation import Speculation, Speculator
 from servekit.engines.transformers.batching import kv_cache, paged_attention
 from servekit.engines.transformers.batching.continuous import ContinuousRunner
 from servekit.engines.transformers.decode.draft_model import DraftProposer
 from servekit.engines.transformers.decode.speculation_setup import check_tokenizers
-from servekit.engines.transformers.decode.speculative import Speculation, Speculator
 from servekit.errors import LoadError
 from tests.unit.engines.harness import PROMPTS, Harness, reference, write_tiny_llama
 from tests.unit.engines.seeing_model import LIBRARY

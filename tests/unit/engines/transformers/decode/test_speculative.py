@@ -10,23 +10,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from servekit.engines.transformers.batching.continuous import ContinuousRunner
-from servekit.engines.transformers.decode import speculative
-from servekit.engines.transformers.decode.batch_slots import POSITION, BatchSlots
-from servekit.engines.transformers.decode.speculative import (
+from servekit.engines.api.speculation import (
     NgramProposer,
     Proposer,
     Speculation,
     Speculator,
-    StepRates,
     Wanted,
-    count_worthwhile,
-    look_up,
 )
+from servekit.engines.transformers.batching.continuous import ContinuousRunner
+from servekit.engines.transformers.decode.batch_slots import POSITION, BatchSlots
+from servekit.engines.transformers.decode.speculation_setup import WEIGHTS_WORTH
+from servekit.engines.transformers.request_row import Row
 from tests.unit.engines.transformers.decode.crowds import (
     BLOCK,
     UNWATCHED,
@@ -50,17 +47,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-class Seer(Proposer):
+class Seer(Proposer[Row]):
     """A proposer that knows what will be said, and is wrong with some of it."""
 
     def __init__(self, known: dict[str, list[int]], wrong: float, seed: int = 7) -> None:
         self._known, self._wrong, self._made = known, wrong, random.Random(seed)
         self.forgotten: Counter[str] = Counter()
 
-    def propose(self, wanted: Wanted) -> dict[str, list[int]]:
+    def propose(self, wanted: Wanted[Row]) -> dict[str, list[int]]:
         found = {}
-        for key, (slot, most) in wanted.items():
-            at = slot.row.position
+        for key, (one, most) in wanted.items():
+            at = one.position
             right = self._known[key][at : at + self._made.randint(0, most)]
             said = [8 if self._made.random() < self._wrong else token for token in right]
             said += [9] * self._made.randint(0, most - len(said))  # beyond the end, perhaps
@@ -253,114 +250,15 @@ def test_ngrams_find_what_repeats(tiny_model: Path) -> None:
     assert len(said["r"]) < 50
 
 
-@pytest.mark.parametrize(
-    ("tokens", "expected"),
-    [
-        ([], []),
-        ([1], []),
-        ([1, 2, 3, 4], []),
-        ([1, 2, 3, 9, 1, 2, 3], [9, 1, 2, 3]),
-        ([1, 2, 7, 7, 1, 2, 8, 8, 1, 2], [8, 8, 1, 2]),  # the latest
-        ([5, 1, 2, 7, 7, 1, 2, 8, 8, 5, 1, 2], [7, 7, 1, 2]),  # the longest
-        ([1, 9, 3, 1], []),  # one token is too few
-        ([4, 4, 4], [4, 4, 4, 4]),  # a period of one
-        ([6, 5, 6, 5, 6], [5, 6, 5, 6]),
-    ],
-)
-def test_lookup(tokens: list[int], expected: list[int]) -> None:
-    assert look_up(np.array(tokens, np.int32), 3, 2, 4) == expected
-
-
-def test_lookup_agrees_with_a_plain_search() -> None:
-    made = random.Random(3)
-    for _ in range(300):
-        tokens = made.choices(range(made.choice([2, 5, 30])), k=made.randrange(60))
-        longest = made.randrange(1, 5)
-        shortest = made.randrange(1, longest + 1)
-        assert look_up(np.array(tokens, np.int32), longest, shortest, 5) == _search_plainly(
-            tokens, longest, shortest, 5
-        )
-
-
-def _search_plainly(tokens: list[int], longest: int, shortest: int, count: int) -> list[int]:
-    for length in range(longest, shortest - 1, -1):
-        for end in range(len(tokens) - 1, length - 1, -1):
-            if len(tokens) > length and tokens[end - length : end] == tokens[-length:]:
-                said = list(tokens)
-                while len(said) < len(tokens) + count:
-                    said.append(said[end + len(said) - len(tokens)])
-                return said[len(tokens) :]
-    return []
-
-
-def test_what_pays_depends_on_load_and_on_luck() -> None:
-    def count(chance: float, rows: int, cost: float = 0.0) -> int:
-        return count_worthwhile(chance, rows, 8, cost, 4)
-
-    assert [count(0.9, rows) for rows in (1, 4, 16, 64, 128)] == [4, 4, 3, 1, 0]
-    assert [count(chance, 1) for chance in (0.05, 0.2, 0.5, 1.0)] == [0, 1, 3, 4]
-    assert count(0.5, 1, cost=0.3) < count(0.5, 1)
-    assert count(0.9, 1, cost=2.0) == 0
-    assert count_worthwhile(0.9, 1, 8, 0.0, 0) == 0
-
-
 def test_rejected_proposals_stop_and_are_tried_again(tiny_model: Path) -> None:
     """Of a text that repeats nothing, few tokens are verified in vain."""
     known = Speculation("ngram", tokens=4)
     one = row("r", [20, 30], 200)
     one.eos = frozenset()
     expected = Crowd([(0, replace(one, completion=[]))]).run(runner(tiny_model, None))
-    speculator = Speculator(Seer({"r": [8] * 200}, 1.0), known, speculative.WEIGHTS_WORTH["cpu"])
+    speculator = Speculator(Seer({"r": [8] * 200}, 1.0), known, WEIGHTS_WORTH["cpu"])
     options = wish(ahead=True)._replace(speculator=speculator)
     found = Crowd([(0, one)]).run(runner(tiny_model, options))
     assert texts(found) == texts(expected)
     assert 10 < speculator.counts.draft_tokens < 100
     assert math.isclose(speculator.counts.accepted_tokens, 0, abs_tol=3)
-
-
-# ---------------------------------------------------------------- measured rates
-
-
-def run_steps(rates: StepRates, count: int, tokens: int, took_s: float) -> list[bool]:
-    """Run steps of which one with proposals brings so much; one without brings a token in 1 s."""
-    proposed = []
-    for _ in range(count):
-        proposed.append(not rates.rest)
-        if proposed[-1]:
-            rates.note(proposed=True, tokens=tokens, took_s=took_s)
-        else:
-            rates.note(proposed=False, tokens=1, took_s=1.0)
-    return proposed
-
-
-def test_steps_without_proposals_come_first_and_then_the_faster_way() -> None:
-    good = run_steps(StepRates(64), 2000, tokens=3, took_s=2.0)
-    assert good == [False] * 16 + [True] * 1024 + [False] * 16 + [True] * 944
-    rates = StepRates(64)
-    bad = run_steps(rates, 20_000, tokens=3, took_s=4.0)
-    assert 16 * 5 < bad.count(True) < 0.02 * len(bad), "it is tried again, ever more seldom"
-    better = run_steps(rates, 8000, tokens=3, took_s=2.0)
-    assert better[-1000:].count(True) > 980, "it pays again, and that is found"
-
-
-def test_a_bad_moment_is_not_believed_for_ever() -> None:
-    """Steps without proposals that were measured while the machine was slow are measured again."""
-    rates = StepRates(64)
-    for _ in range(rates.rest):
-        rates.note(proposed=False, tokens=1, took_s=100.0)
-    later = run_steps(rates, 8000, tokens=3, took_s=4.0)
-    assert all(later[:1024]), "compared with that moment, proposals pay"
-    assert later[1100:].count(True) < 0.05 * len(later)
-
-
-def test_proposals_that_take_very_long_are_given_up_after_a_few_steps() -> None:
-    tried = run_steps(StepRates(1024), 500, tokens=3, took_s=8.0)
-    assert tried == [False] * 16 + [True] * 5 + [False] * 479
-
-
-def test_slow_steps_now_and_then_do_not_end_proposals_that_pay() -> None:
-    rates = StepRates(64)
-    run_steps(rates, 16, tokens=3, took_s=2.0)
-    for _ in range(90):
-        run_steps(rates, 1, tokens=3, took_s=8.0)
-        assert all(run_steps(rates, 10, tokens=3, took_s=2.0))

@@ -2,11 +2,11 @@
 
 The pass reads a row's last token and its k proposed ones, and so gives the logits after each of
 them. From these a token is chosen as in any other step, with the noise of its own position (see
-`sampling`), and the next one counts only while the chosen token is the proposed one. So each token
-is the very one that the row would have had without proposals: greedy text and the text of a seed
-are the same. Over all seeds a proposal x is accepted with probability p(x), and otherwise replaced
-by a draw from p without x: the rejection sampling of speculative decoding, for a proposal that is
-certain (Leviathan et al., 2023, https://arxiv.org/abs/2211.17192).
+`text.sampling_params`), and the next one counts only while the chosen token is the proposed one.
+So each token is the very one that the row would have had without proposals: greedy text and the
+text of a seed are the same. Over all seeds a proposal x is accepted with probability p(x), and
+otherwise replaced by a draw from p without x: the rejection sampling of speculative decoding, for a
+proposal that is certain (Leviathan et al., 2023, https://arxiv.org/abs/2211.17192).
 
 `NgramProposer` looks the row's last tokens up in its own prompt and completion (prompt lookup,
 https://github.com/apoorvumang/prompt-lookup-decoding).
@@ -19,29 +19,21 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 import structlog
-from torch import Tensor
 
-from servekit.engines.transformers.decode.batch_slots import BatchSlot, BatchSlots
-from servekit.engines.transformers.decode.page_table import Pages
-from servekit.engines.transformers.request_row import Row
+from servekit.engines.api.base import Load, StepOutput
+from servekit.engines.api.job_state import Underway
 from servekit.errors import describe_error
+from servekit.protocol.messages import WorkerSpec
 
 log: Any = structlog.get_logger(__name__)
 
-#: Tokens whose arithmetic takes as long as reading the weights once. Measured on a core of an AMD
-#: EPYC, 24 with packed weights in float32, and fewer without; for a GPU about half of its ratio of
-#: arithmetic to bandwidth.
-WEIGHTS_WORTH = {"cpu": 16, "cuda": 128}
-#: What a step takes longer, as a share, because it is not started before the tokens of the last one
-#: are known.
-WAIT_COST = {"cpu": 0.0, "cuda": 0.1}
 #: A row's chance that a proposed token is accepted, before anything is known of it.
 _PRIOR = 0.6
 #: Weight of one accepted or rejected token in that chance.
@@ -74,12 +66,24 @@ class Counts(NamedTuple):
     draft_tokens: int = 0
     accepted_tokens: int = 0
 
+    def add_to(self, load: Load) -> Load:
+        """Return an engine's load with these tokens."""
+        tokens = {"draft_tokens": self.draft_tokens, "accepted_tokens": self.accepted_tokens}
+        return replace(load, **tokens)
 
-#: By a row's key, its slot and the most tokens to propose for it.
-Wanted = dict[str, tuple[BatchSlot, int]]
+
+R = TypeVar("R", bound=Underway)
+#: By a row's key, the row and the most tokens to propose for it.
+Wanted = dict[str, tuple[R, int]]
 
 
-class Proposer(ABC):
+def get_speculation(spec: WorkerSpec) -> Speculation | None:
+    """Return the option of a model, if it has one."""
+    stated = spec.options.get("speculative")
+    return msgspec.convert(stated, Speculation) if stated else None
+
+
+class Proposer(ABC, Generic[R]):
     """A source of proposals.
 
     `cost` is the time of proposing a token per time of a step, and `pause` the number of steps
@@ -90,10 +94,10 @@ class Proposer(ABC):
     pause = 64
 
     @abstractmethod
-    def propose(self, wanted: Wanted) -> dict[str, list[int]]:
+    def propose(self, wanted: Wanted[R]) -> dict[str, list[int]]:
         """Return proposed tokens by row's key: at most the number wanted for the row, or none."""
 
-    def is_promising(self, wanted: Wanted) -> bool:
+    def is_promising(self, wanted: Wanted[R]) -> bool:
         """Return whether it may propose, given all tokens of the rows but the latest."""
         return True
 
@@ -101,18 +105,8 @@ class Proposer(ABC):
     def forget(self, key: str) -> None:
         """Forget a row that has ended."""
 
-    def open(self, pages: Pages, slots: BatchSlots) -> None:  # noqa: B027 - most need none
-        """Prepare for rows with this cache and these slots."""
-
-    def record_graphs(self, step_s: float) -> None:  # noqa: B027
-        """Record CUDA graphs, before the first request; the model's own step takes `step_s`."""
-
-    def close(self) -> None:  # noqa: B027
-        """Free what `open` has allocated."""
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors of its model on the device."""
-        yield from ()
+    def close(self) -> None:
+        """Free what it has allocated."""
 
 
 # ---------------------------------------------------------------- n-grams
@@ -126,13 +120,13 @@ class _History:
     known: int = 0
 
     @classmethod
-    def of(cls, row: Row) -> _History:
+    def of(cls, row: Underway) -> _History:
         prompt = row.job.prompt_ids
         made = cls(np.empty(len(prompt) + row.max_tokens, np.int32), len(prompt))
         made.tokens[: len(prompt)] = prompt
         return made
 
-    def follow(self, row: Row) -> Any:
+    def follow(self, row: Underway) -> Any:
         """Add the row's new tokens; return all."""
         total = len(row.job.prompt_ids) + len(row.completion)
         if new := total - self.known:
@@ -141,24 +135,24 @@ class _History:
         return self.tokens[:total]
 
 
-class NgramProposer(Proposer):
+class NgramProposer(Proposer[Underway]):
     """A proposer of the tokens that followed the row's last ones where these occurred before."""
 
     def __init__(self, speculation: Speculation) -> None:
         self._longest, self._shortest = speculation.ngram_max, speculation.ngram_min
         self._histories: dict[str, _History] = {}
 
-    def propose(self, wanted: Wanted) -> dict[str, list[int]]:
+    def propose(self, wanted: Wanted[Underway]) -> dict[str, list[int]]:
         found = {}
-        for key, (slot, count) in wanted.items():
+        for key, (row, count) in wanted.items():
             if key not in self._histories:
-                self._histories[key] = _History.of(slot.row)
-            tokens = self._histories[key].follow(slot.row)
+                self._histories[key] = _History.of(row)
+            tokens = self._histories[key].follow(row)
             if proposed := look_up(tokens, self._longest, self._shortest, count):
                 found[key] = proposed
         return found
 
-    def is_promising(self, wanted: Wanted) -> bool:
+    def is_promising(self, wanted: Wanted[Underway]) -> bool:
         return bool(self.propose(wanted))
 
     def forget(self, key: str) -> None:
@@ -200,7 +194,7 @@ def count_worthwhile(chance: float, rows: int, worth: float, cost: float, most: 
     """Return how many tokens to propose for a row, of `most`.
 
     A token of one of n rows brings 1/n of a step's tokens if it is accepted; to verify it takes
-    1/(n + W) of a step's time, with W for `WEIGHTS_WORTH`, and to propose one for each row, and to
+    1/(n + W) of a step's time, with W for `worth`, and to propose one for each row, and to
     wait, takes `cost`. So the j-th token is proposed while `chance` to the power j is more than
     n/(n + W) + `cost`.
     """
@@ -250,11 +244,13 @@ class StepRates:
 class Speculator:
     """The proposals of all rows: whether they pay, and what became of them.
 
-    `worth` is one of `WEIGHTS_WORTH`, `wait` of `WAIT_COST`. `room` is the maximum number of tokens
-    in a step. After an error of the proposer there are no proposals any more.
+    `worth` is the number of tokens whose arithmetic takes as long as reading the weights once, and
+    `wait` what a step with proposals takes longer for other reasons, as a share. `room` is the
+    maximum number of tokens in a step. After an error of the proposer there are no proposals any
+    more.
     """
 
-    proposer: Proposer
+    proposer: Proposer[Any]
     speculation: Speculation
     worth: float
     wait: float = 0.0
@@ -270,9 +266,9 @@ class Speculator:
         """Return a short description for people."""
         return f"{self.speculation.tokens} proposed tokens ({self.speculation.method})"
 
-    def propose(self, slots: Sequence[BatchSlot], room: int) -> dict[str, list[int]]:
+    def propose(self, rows: Sequence[Underway], room: int) -> dict[str, list[int]]:
         """Return the proposals of a step that runs these rows, by key; {} if none pays."""
-        wanted = self._find_wanted(slots, room)
+        wanted = self._find_wanted(rows, room)
         if not wanted:
             return {}
         try:
@@ -284,9 +280,9 @@ class Speculator:
         self.attempted = True
         return proposals
 
-    def is_promising(self, slots: Sequence[BatchSlot], room: int) -> bool:
+    def is_promising(self, rows: Sequence[Underway], room: int) -> bool:
         """Return whether `propose` is likely to find something once a running step has ended."""
-        wanted = self._find_wanted(slots, room)
+        wanted = self._find_wanted(rows, room)
         return bool(wanted) and self.proposer.is_promising(wanted)
 
     def note_step(self, rows: int, tokens: int, took_s: float) -> None:
@@ -297,24 +293,23 @@ class Speculator:
     def _rates_of(self, rows: int) -> StepRates:
         return self._rates.setdefault(rows.bit_length(), StepRates(self.proposer.pause))
 
-    def _find_wanted(self, slots: Sequence[BatchSlot], room: int) -> Wanted:
-        if self.failure or self._rates_of(len(slots)).rest:
+    def _find_wanted(self, rows: Sequence[Underway], room: int) -> Wanted[Underway]:
+        if self.failure or self._rates_of(len(rows)).rest:
             return {}
-        share = room // len(slots) - 1 if slots else 0
+        share = room // len(rows) - 1 if rows else 0
         cost = self.proposer.cost + self.wait
-        wanted: Wanted = {}
+        wanted: Wanted[Underway] = {}
         gain = 0.0
-        for slot in slots:
-            key, row = slot.row.key, slot.row
-            chance = self._chances.setdefault(key, _PRIOR)
+        for row in rows:
+            chance = self._chances.setdefault(row.key, _PRIOR)
             most = min(self.speculation.tokens, row.remaining - 1, share)
-            count = count_worthwhile(chance, len(slots), self.worth, cost, most)
+            count = count_worthwhile(chance, len(rows), self.worth, cost, most)
             if count > 0:
-                wanted[key] = (slot, count)
+                wanted[row.key] = (row, count)
                 gain += sum(chance**at for at in range(1, count + 1))
-        return wanted if gain > self._time_longer(wanted, len(slots)) * len(slots) else {}
+        return wanted if gain > self._time_longer(wanted, len(rows)) * len(rows) else {}
 
-    def _time_longer(self, wanted: Wanted, rows: int) -> float:
+    def _time_longer(self, wanted: Wanted[Underway], rows: int) -> float:
         """Return how much longer a step takes with proposals, as a share of one without.
 
         Drafting and waiting take as long for a few rows as for all.
@@ -342,3 +337,11 @@ class Speculator:
         """Forget a row that has ended or left."""
         self._chances.pop(key, None)
         self.proposer.forget(key)
+
+
+def join_outputs(earlier: StepOutput, later: StepOutput) -> None:
+    """Add to a row's output the one of the next token of the same step."""
+    earlier.token_ids += later.token_ids
+    earlier.finish, earlier.stop_token = later.finish, later.stop_token
+    if later.logprobs:
+        earlier.logprobs = [*(earlier.logprobs or ()), *later.logprobs]
