@@ -40,7 +40,7 @@ import transformers
 from torch import Tensor
 
 from servekit.engines.api.base import Job
-from servekit.engines.api.speculation import Speculator
+from servekit.engines.api.speculation import Speculator, StepRates
 from servekit.engines.text.sampling_params import Sampling
 from servekit.engines.transformers import fused_layers
 from servekit.engines.transformers.batching.continuous import ContinuousRunner

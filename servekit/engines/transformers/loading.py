@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from servekit.engines.api.base import Report
 from servekit.engines.api.load_phases import phase
-from servekit.engines.media.media_warnings import warn_unavailable
 from servekit.engines.api.speculation import get_speculation
+from servekit.engines.media.media_warnings import warn_unavailable
 from servekit.engines.model_files.model_kind import ModelKind, find_model_kind
 from servekit.engines.model_files.source import resolve_folder
 from servekit.engines.text.pair_template import find_pair_template
