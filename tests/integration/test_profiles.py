@@ -69,7 +69,7 @@ def test_a_switch_answers_what_was_asked_and_refuses_the_rest(instance: Instance
     kept = instance.model("both").replicas[0].pid
     with ThreadPoolExecutor(4) as pool:
         asked = [pool.submit(ask, url, "prose") for _ in range(4)]
-        poll("some wait", lambda: waiting(url, "prose") >= 2)
+        poll("all but the first wait", lambda: waiting(url, "prose") == 3)
         control, switch = instance.run_dir / "control.sock", SetProfile("coding")
         told = asyncio.run(query_supervisor(control, switch))
         late = ask(url, "prose")
