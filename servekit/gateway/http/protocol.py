@@ -127,6 +127,7 @@ class Http(LimitedProtocol):
         head, known = None, self._known
         if known is not None:
             if (body := known.head.body_of(data)) is not None and self._start_with_known_head(body):
+                self._unknown_heads = 0
                 return
             known.holder, self._known = self.holder, None
         if not self._within:

@@ -231,6 +231,16 @@ async def test_few_heads_are_kept_and_a_connection_with_many_is_looked_up_seldom
     assert kept == [b"%d" % number for number in looked_up[-4:]]
 
 
+async def test_a_head_that_changes_seldom_is_always_known_from_its_second_request_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Http, "known_heads", {})
+    changes = 3 * protocol.OTHER_HEADS
+    connection = Connection(Http)
+    await connection.play([ask(number // 3) for number in range(3 * changes)])
+    assert connection.known == 2 * changes
+
+
 async def test_a_connection_is_idle_once_a_body_that_was_refused_has_come() -> None:
     connection = Connection(Http)
     head = b"%bContent-Length: 40\r\n\r\n" % HOT
