@@ -48,7 +48,7 @@ from servekit.protocol.tasks import NOUNS
 from servekit.protocol.types import Modality
 
 if TYPE_CHECKING:
-    from servekit.engines.llamacpp.media_prompts import MediaEncoder
+    from servekit.engines.llamacpp.media.media_prompts import MediaEncoder
 
 log: Any = structlog.get_logger(__name__)
 
@@ -99,11 +99,15 @@ class LlamaCppEngine(LoopedEngine):
                 serves=("embed", "tokenize", "detokenize"),
                 embedding_size=loaded.model.embedding_size,
             )
-        speculator = None
+        return self._prepare_generation(loaded, codec, info)
+
+    def _prepare_generation(self, loaded: Loaded, codec: LlamaCodec, info: ModelInfo) -> ModelInfo:
+        """Create the runner of a model that writes, and return what it serves."""
+        vocabulary, detail, speculator = loaded.model.vocabulary, info.detail, None
         if (speculation := get_speculation(self.spec)) is not None:
             with phase("proposals"):
                 speculator, how = make_speculator(speculation, loaded)
-            info = structs.replace(info, detail=f"{info.detail}; {how}")
+            detail += f"; {how}"
         self._runner = GenerationRunner(
             loaded.context,
             loaded.context.batch_tokens,
@@ -126,7 +130,7 @@ class LlamaCppEngine(LoopedEngine):
             chat=codec.chat,
             serves=serves,
             dialect=dialect,
-            detail=info.detail + self._media_detail,
+            detail=detail + self._media_detail,
         )
 
     def _prepare_media(self, loaded: Loaded, codec: LlamaCodec) -> tuple[Modality, ...]:
@@ -137,7 +141,7 @@ class LlamaCppEngine(LoopedEngine):
             warn_unavailable(self.spec.model, "the model has no chat template")
             return ()
         try:
-            from servekit.engines.llamacpp.media_prompts import MediaEncoder
+            from servekit.engines.llamacpp.media.media_prompts import MediaEncoder
         except ImportError as error:  # Pillow is not installed: texts are served anyway
             warn_unavailable(self.spec.model, describe_error(error))
             return ()

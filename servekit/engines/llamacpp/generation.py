@@ -33,9 +33,9 @@ from servekit.engines.api.base import StepOutput
 from servekit.engines.api.job_state import NOT_A_NUMBER
 from servekit.engines.api.speculation import Counts, Speculator, join_outputs
 from servekit.engines.llamacpp.bindings import PROMPT_OUTPUTS, PROPOSED_OUTPUTS
-from servekit.engines.llamacpp.chunk_encoder import ChunkEncoder
+from servekit.engines.llamacpp.media.chunk_encoder import ChunkEncoder
+from servekit.engines.llamacpp.media.mtmd import MediaChunk, Projector
 from servekit.engines.llamacpp.model import Context, InsufficientMemory
-from servekit.engines.llamacpp.mtmd import MediaChunk, Projector
 from servekit.engines.llamacpp.request_row import LlamaRow
 from servekit.engines.llamacpp.sampling_params import choose_token, score_prompt
 from servekit.engines.llamacpp.sequences import Place, Sequences
@@ -163,7 +163,7 @@ class GenerationRunner:
         self._admit_waiting()
         outputs = self._end_unreadable()
         plan, wanted, read = self._run_texts()
-        decodes = plan.decodes
+        decodes = self._speculator is not None and plan.decodes
         numbers = [
             score_prompt(_row_of(place), len(place.cached), len(tokens), at, self._context.logits)
             for place, tokens, at in read
@@ -176,7 +176,7 @@ class GenerationRunner:
             sane = self._push_tokens(wanted, outputs, {})
         if not sane:
             return outputs + self._suspect_rows()
-        if decodes and self._speculator is not None:
+        if self._speculator is not None and decodes:
             made = sum(len(output.token_ids) for _, output in outputs)
             self._speculator.note_step(len(plan.texts), made, time.perf_counter() - began_s)
         if outputs:

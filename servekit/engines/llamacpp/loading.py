@@ -18,9 +18,9 @@ from servekit.engines.api.speculation import get_speculation
 from servekit.engines.llamacpp import memory_fit
 from servekit.engines.llamacpp.bindings import POOLINGS, Binding, Settings, open_binding
 from servekit.engines.llamacpp.draft_model import Draft, check_draft
+from servekit.engines.llamacpp.media.mtmd import Projector
+from servekit.engines.llamacpp.media.projector_loading import find_projector, load_projector
 from servekit.engines.llamacpp.model import Context, Model
-from servekit.engines.llamacpp.mtmd import Projector
-from servekit.engines.llamacpp.projector_loading import find_projector, load_projector
 from servekit.engines.model_files.source import resolve_file
 from servekit.errors import LoadError
 from servekit.model_metadata.gguf import Header

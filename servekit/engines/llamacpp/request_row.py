@@ -8,7 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servekit.engines.api.job_state import Underway
-from servekit.engines.llamacpp.mtmd import NO_TOKEN, PLAIN, ChunkedPrompt, MediaChunk, Positions
+from servekit.engines.llamacpp.media.mtmd import (
+    NO_TOKEN,
+    PLAIN,
+    ChunkedPrompt,
+    MediaChunk,
+    Positions,
+)
 
 
 @dataclass(slots=True, eq=False)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from servekit.engines.llamacpp.media.mtmd import PLAIN, Positions
 from servekit.engines.llamacpp.model import Context
-from servekit.engines.llamacpp.mtmd import PLAIN, Positions
 from servekit.engines.llamacpp.request_row import LlamaRow
 
 #: Shorter common beginnings are not shared.

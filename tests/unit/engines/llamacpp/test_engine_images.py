@@ -20,12 +20,13 @@ import pytest
 from PIL import Image as Pillow
 from safetensors.numpy import load_file
 
-from servekit.engines.llamacpp import chunk_encoder, loading
+from servekit.engines.llamacpp import loading
 from servekit.engines.llamacpp.bindings import open_binding
 from servekit.engines.llamacpp.engine import LlamaCppEngine
-from servekit.engines.llamacpp.media_prompts import MediaEncoder
+from servekit.engines.llamacpp.media import chunk_encoder
+from servekit.engines.llamacpp.media.media_prompts import MediaEncoder
+from servekit.engines.llamacpp.media.mtmd import MediaChunk, Projector
 from servekit.engines.llamacpp.model import Context, InsufficientMemory
-from servekit.engines.llamacpp.mtmd import MediaChunk, Projector
 from servekit.engines.media import media_warnings
 from servekit.engines.text.tokenizer import REPLACEMENT
 from servekit.errors import LoadError, RequestError, Unsupported
