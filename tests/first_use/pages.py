@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
@@ -72,9 +71,7 @@ def walk_pages(folder: Path, report: Report) -> None:
     server = {"ui": True, "mcp": tools}
     with Instance.up(folder, models, server=server, sections=sections) as instance:
         instance.until_settled(within_s=300)
-        login = ("me", admin)
-        url = f"{instance.url}/ui/"
-        instance.until("the UI is up", lambda: httpx.get(url, auth=login).status_code == 200)
+        instance.until_ui(admin, within_s=60)
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGS)
             walk = Walk(browser, str(away(lambda: instance.url)), admin, report)

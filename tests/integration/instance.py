@@ -224,6 +224,15 @@ class Instance:
         assert found is not None
         return found
 
+    def until_ui(self, key: str = "", within_s: float = 180.0, **options: Any) -> None:
+        """Wait until the pages are served, to the holder of `key` if keys are needed."""
+        auth = ("me", key) if key else None
+
+        def is_up() -> bool:
+            return httpx.get(f"{self.url}/ui/", auth=auth, **options).status_code == 200
+
+        self.until("the UI is up", is_up, within_s)
+
     def wait(self, within_s: float = 60.0) -> int:
         """Its exit code."""
         try:

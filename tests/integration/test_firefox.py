@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.integration.firefox import ENTER, PROGRAM, Firefox
@@ -30,8 +29,7 @@ def instance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
     folder = tmp_path_factory.mktemp("firefox")
     with Instance.up(folder, [echo("talker", step_s=0.05)], server={"ui": True}) as instance:
         instance.until_settled()
-        url = f"{instance.url}/ui/"
-        instance.until("the UI is up", lambda: httpx.get(url).status_code == 200)
+        instance.until_ui(within_s=60)
         yield instance
 
 

@@ -68,8 +68,7 @@ def instance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
     ]
     with Instance.up(tmp_path_factory.mktemp("ui"), models, server={"ui": True}) as instance:
         instance.until_settled()
-        url = f"{instance.url}/ui/"
-        instance.until("the UI is up", lambda: httpx.get(url).status_code == 200, within_s=60)
+        instance.until_ui(within_s=60)
         yield instance
 
 

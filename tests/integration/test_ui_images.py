@@ -54,12 +54,8 @@ def instance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
     sections = {"keys": KEYS, "logging": {"prompts": True}}
     folder = tmp_path_factory.mktemp("ui-images")
     with Instance.up(folder, models, server=server, sections=sections) as instance:
-        url = instance.until_settled().url
-        instance.until(
-            "the UI is up",
-            lambda: httpx.get(f"{url}/ui/", auth=("me", GUEST)).status_code == 200,
-            within_s=180,
-        )
+        instance.until_settled()
+        instance.until_ui(GUEST)
         yield instance
 
 

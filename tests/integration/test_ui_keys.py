@@ -40,12 +40,8 @@ def instance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
     with Instance.up(
         folder, [echo("a"), echo("b")], server=server, sections={"keys": [RULE, BOB_RULE]}
     ) as instance:
-        url = instance.until_settled().url
-        instance.until(
-            "the UI is up",
-            lambda: httpx.get(f"{url}/ui/", auth=("me", KEY), verify=False).status_code == 200,
-            within_s=180,
-        )
+        instance.until_settled()
+        instance.until_ui(KEY, verify=False)
         yield instance
 
 

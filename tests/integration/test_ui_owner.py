@@ -46,10 +46,7 @@ def instance(
     folder = tmp_path_factory.mktemp("ui-owner")
     with Instance.up(folder, models, server=server, sections=request.param) as instance:
         instance.until_settled()
-        url, auth = f"{instance.url}/ui/", ("me", GUEST)
-        instance.until(
-            "the UI is up", lambda: httpx.get(url, auth=auth).status_code == 200, within_s=180
-        )
+        instance.until_ui(GUEST)
         yield instance
 
 

@@ -68,11 +68,7 @@ def instance(folder: Path) -> Iterator[Instance]:
     }
     with Instance.up(folder, models, **given) as instance:
         instance.until_settled()
-        url = f"{instance.url}/ui/"
-        auth = ("me", ADMIN)
-        instance.until(
-            "the UI is up", lambda: httpx.get(url, auth=auth).status_code == 200, within_s=180
-        )
+        instance.until_ui(ADMIN)
         yield instance
 
 

@@ -51,12 +51,8 @@ def instance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
     models = [echo("calls") | {"tool_parser": "hermes"}, echo("plain")]
     server = {"ui": True, "mcp": servers}
     with Instance.up(folder, models, server=server, sections={"keys": KEYS}) as instance:
-        url = instance.until_settled().url
-        instance.until(
-            "the UI is up",
-            lambda: httpx.get(f"{url}/ui/", auth=("me", USER)).status_code == 200,
-            within_s=180,
-        )
+        instance.until_settled()
+        instance.until_ui(USER)
         yield instance
 
 

@@ -93,13 +93,8 @@ def instance(folder: Path) -> Iterator[Instance]:
     server = {"ui": True, "max_body_bytes": MOST_BYTES}
     models = [echo("talker"), whisper]
     with Instance.up(folder, models, server=server, sections={"keys": KEYS}) as instance:
-        url = instance.until_settled(120).url
-        auth = ("me", GUEST)
-        instance.until(
-            "the UI is up",
-            lambda: httpx.get(f"{url}/ui/", auth=auth).status_code == 200,
-            within_s=180,
-        )
+        instance.until_settled(120)
+        instance.until_ui(GUEST)
         yield instance
 
 

@@ -214,20 +214,9 @@
     event.preventDefault();
     add([...files]);
   });
-  const holdsFiles = (event) => root() && event.dataTransfer?.types.includes("Files");
-  const isDropping = (now) => find("#sk-body")?.toggleAttribute("data-dropping", now);
-  document.addEventListener("dragover", (event) => {
-    if (!holdsFiles(event)) return;
-    event.preventDefault(); // else the browser leaves the page for the file
-    isDropping(true);
-  });
-  document.addEventListener("dragleave", (event) => {
-    if (!event.relatedTarget) isDropping(false);
-  });
-  document.addEventListener("drop", (event) => {
-    isDropping(false);
-    if (!holdsFiles(event)) return;
-    event.preventDefault();
-    add([...event.dataTransfer.files]);
-  });
+  servekitOnDrop(
+    () => root(),
+    (dropping) => find("#sk-body")?.toggleAttribute("data-dropping", dropping),
+    add,
+  );
 })();

@@ -255,22 +255,11 @@
     event.preventDefault();
     takeFirst(files);
   });
-  const holdsFiles = (event) => root() && event.dataTransfer?.types.includes("Files");
-  const isDropping = (now) => root()?.toggleAttribute("data-dropping", now);
-  document.addEventListener("dragover", (event) => {
-    if (!holdsFiles(event)) return;
-    event.preventDefault(); // else the browser leaves the page for the file
-    isDropping(true);
-  });
-  document.addEventListener("dragleave", (event) => {
-    if (!event.relatedTarget) isDropping(false);
-  });
-  document.addEventListener("drop", (event) => {
-    isDropping(false);
-    if (!holdsFiles(event)) return;
-    event.preventDefault();
-    if (event.dataTransfer.files.length) takeFirst([...event.dataTransfer.files]);
-  });
+  servekitOnDrop(
+    () => root(),
+    (dropping) => root()?.toggleAttribute("data-dropping", dropping),
+    (files) => files.length && takeFirst(files),
+  );
   window.addEventListener("beforeunload", (event) => {
     if (microphone || (taken?.spoken && !taken.sent)) event.preventDefault(); // nowhere else
   });

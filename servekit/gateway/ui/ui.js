@@ -32,6 +32,26 @@
     }).observe(document.body, { childList: true, subtree: true });
   });
 
+  // ---- files
+  /** Call `act` with files that are dropped while `accepts`; `mark` shows whether they are above. */
+  window.servekitOnDrop = (accepts, mark, act) => {
+    const holdsFiles = (event) => accepts() && event.dataTransfer?.types.includes("Files");
+    document.addEventListener("dragover", (event) => {
+      if (!holdsFiles(event)) return;
+      event.preventDefault(); // else the browser leaves the page for the file
+      mark(true);
+    });
+    document.addEventListener("dragleave", (event) => {
+      if (!event.relatedTarget) mark(false);
+    });
+    document.addEventListener("drop", (event) => {
+      mark(false);
+      if (!holdsFiles(event)) return;
+      event.preventDefault();
+      act([...event.dataTransfer.files]);
+    });
+  };
+
   // ---- the signed-in key; an expired session redirects to the form, which leads back here
   const ask = window.fetch.bind(window);
   let leaving = false; // once: each further response would restart the navigation
