@@ -129,10 +129,29 @@ class Frame:
             now = str(found)
             if now == before:
                 return [gr.skip() for _ in (0, *chosen)]
-            return [now, *(_keep_choice(found, one, at) for at, one in enumerate(chosen))]
+            return [now, *self.update_choices(found, chosen)]
 
         blocks.load(tick, [seen, *models], [seen, *models], **NOW)
         gr.Timer(MODELS_EVERY_S).tick(tick, [seen, *models], [seen, *models], **NOW)
+
+    def update_choices(
+        self, found: Sequence[tuple[str, str]], chosen: Sequence[str | None]
+    ) -> list[Any]:
+        """Return the updates of dropdowns, by their choices and the model that each has now.
+
+        One without a model gets one of the choices, each a different one; so does one whose model
+        is not among them, as it has turned out to serve other tasks. A model that is gone stays,
+        because it may come back.
+        """
+        names = [name for _, name in found]
+        updates = []
+        for at, one in enumerate(chosen):
+            stays = one and (one in names or not self.router.serves(one))
+            value: dict[str, Any] = (
+                {} if stays else {"value": names[min(at, len(names) - 1)] if names else None}
+            )
+            updates.append(gr.update(choices=list(found), **value))
+        return updates
 
     async def caller(self, request: gr.Request) -> ApiKey | None:
         """Return the visitor's key, or the owner; None for all others.
@@ -225,10 +244,3 @@ def _make_title(page: str, say: Say) -> str:
 
 def _mark_current(is_it: bool) -> str:
     return ' aria-current="page"' if is_it else ""
-
-
-def _keep_choice(found: list[tuple[str, str]], chosen: str | None, at: int) -> Any:
-    """Return the choices; if none is selected, select one, a different one in each dropdown."""
-    if chosen or not found:
-        return gr.update(choices=found)
-    return gr.update(choices=found, value=found[min(at, len(found) - 1)][1])
