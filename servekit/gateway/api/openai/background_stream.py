@@ -8,6 +8,7 @@ encoder of the new run makes no event for what is stored, and checks that it is 
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from servekit.gateway.api.openai.responses_encoder import ResponsesEncoder
 from servekit.gateway.api.openai.responses_schema import ResponsesRequest
 from servekit.gateway.generation.generation import (
     Generation,
+    GenerationChunk,
     GenerationRequest,
 )
 from servekit.gateway.routing.request import InflightRequest
@@ -76,6 +78,8 @@ class BackgroundStream:
     resumes: bool = False  # the call goes on after the tokens
     next: int = 0  # the number of the next event
     _parts: list[bytes] = field(default_factory=list)  # events that are not stored
+    #: For each text that was made into events, the number of the next event and of the tokens read.
+    _read: deque[tuple[int, int]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         for part in self.stored:
@@ -140,14 +144,19 @@ class BackgroundStream:
         event = {"type": "response.failed", "sequence_number": number, "response": self.end}
         self.add_events(b"event: response.failed\ndata: %b\n\n" % msgspec.json.encode(event))
 
+    def note_read(self, next_event: int, tokens: int) -> None:
+        """Note how many tokens the text of the events before `next_event` came from."""
+        self._read.append((next_event, tokens))
+
     def add_events(self, events: bytes) -> None:
-        """Take whole events, to be stored."""
+        """Take whole events, to be stored; some time after they were made."""
         self._parts.append(events)
 
     def take_part(self) -> StreamPart | None:
         """Return the events since the last call, with the tokens so far; None if there are none.
 
-        The tokens are those of all text in the events, or more.
+        The tokens are those of all text in the events, or more; and not more for an engine that
+        goes on after the text of the events.
         """
         data = b"".join(self._parts)
         self._parts.clear()
@@ -156,14 +165,21 @@ class BackgroundStream:
         first, self.next = self.next, self.next + data.count(b"\n\n")
         tokens, continuation, call = b"", b"", self.call
         if call is not None and (began := call.continuation) is not None:
-            unread = len(call.texts) if began.by_text else 0  # these go on after the text
-            new = call.emitted[len(self.tokens) : len(call.emitted) - unread]
+            read = self._count_read() if began.by_text else len(call.emitted)
+            new = call.emitted[len(self.tokens) : read]
             tokens = array("i", new).tobytes()
             if self.continuation is None:
                 self.continuation = began
                 continuation = msgspec.msgpack.encode(began)
             self.tokens += new
         return StreamPart(first, self.next - 1, data, tokens, continuation)
+
+    def _count_read(self) -> int:
+        """Return how many tokens the text of the events so far came from."""
+        read = len(self.tokens)
+        while self._read and self._read[0][0] <= self.next:
+            _, read = self._read.popleft()
+        return read
 
 
 class BackgroundEncoder(ResponsesEncoder):
@@ -196,8 +212,16 @@ class BackgroundEncoder(ResponsesEncoder):
 
     def encode_text(self, generation: Generation, text: str) -> bytes:
         if self._repeats:
-            return b"".join(self._of_event(Text(text), []))
-        return super().encode_text(generation, text)
+            data = b"".join(self._of_event(Text(text), []))
+        else:
+            data = super().encode_text(generation, text)
+        self._stream.note_read(self._events, len(generation.first.emitted))
+        return data
+
+    def encode_chunks(self, generation: Generation, chunks: list[GenerationChunk]) -> bytes:
+        data = super().encode_chunks(generation, chunks)
+        self._stream.note_read(self._events, len(generation.first.emitted))
+        return data
 
     def encode_late_error(self, error: ServekitError) -> bytes | None:
         told = {"code": error.code, "message": error.message}

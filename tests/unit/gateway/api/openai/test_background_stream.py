@@ -204,6 +204,26 @@ def test_an_engine_without_tokens_goes_on_after_the_text() -> None:
     assert Run(thinks.stored).call.answered == []
 
 
+@pytest.mark.parametrize("read", [False, True])
+def test_an_engine_without_tokens_writes_again_what_no_event_has(read: bool) -> None:
+    """Text comes with several tokens, and its events are stored some time after they were made."""
+    run = Run([])
+    run.began = Continuation("generation", 64, by_text=True)
+    run.tell(Text("a"))
+    run.call.feed(Delta(0, "bcd", token_ids=[-1, -1, -1]))
+    if read:
+        run.call.texts.clear()
+        events = run.encoder.encode_text(run.generation, "bcd")
+    run.store()
+    again = Run(run.stored)
+    assert (again.call.answered, again.call.emitted) == (["a"], [-1])
+    if read:
+        run.stream.add_events(events)
+        run.store()
+        again = Run(run.stored)
+        assert (again.call.answered, again.call.emitted) == (["abcd"], [-1] * 4)
+
+
 @pytest.mark.parametrize(
     ("sent", "then"),
     [
