@@ -36,8 +36,8 @@ from tests.unit.engines.harness import write_tiny_llama
 
 OURS, THEIRS = "servekit", "`vllm serve`"
 BESIDE, PROCESSES = 8, 4
-#: Requests of each client with images beside the texts: theirs end last.
-REPEATS = 2
+#: Requests of each client with texts, and of each beside them with images, which ends last.
+TEXTS, REPEATS = 4, 8
 
 
 def main() -> int:
@@ -101,10 +101,11 @@ def _measure(ports: dict[str, int], args: argparse.Namespace, until_s: float) ->
             for name, port in ports.items():
                 if number > 1 and time.monotonic() > until_s:
                     break
-                bodies = _make_bodies("text" if kind == "both" else kind, count)
+                repeats = 1 if kind == "image" else TEXTS
+                bodies = _make_bodies("image" if kind == "image" else "text", count, repeats)
                 beside = _make_bodies("image", BESIDE, REPEATS) if kind == "both" else []
                 one = _ask_both(port, bodies, beside)
-                assert one.tokens == count * ANSWER, one
+                assert one.tokens == count * repeats * ANSWER, one
                 assert one.gaps_s, f"{what}: {name} sends no text"
                 if number:
                     found[what][name].append(one)
