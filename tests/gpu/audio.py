@@ -1,7 +1,7 @@
 """`python -m tests.gpu.audio`: recordings in the transformers engine on a GPU.
 
 --device cpu   try the script itself, with a small model
---only NAME    one of: texts, speed
+--only NAME    one of: texts, speed, faster_whisper
 
 - texts: a small Whisper in float32, and one of the size of large-v3-turbo with random weights: many
   recordings at once have the texts and times that the library's own `generate` has alone.
@@ -10,6 +10,9 @@
   window with the most tokens that the model may write, 128; each client sends four, one after
   another. Where what it needs is installed, `transformers serve` is asked the same by turns; it
   reads one recording at a time, so many clients send it one each.
+- faster_whisper: the same by `engine: faster_whisper`, where it is installed. Its small model has
+  the texts that the library has on the CPU, also after it has slept; the large one runs beside the
+  library's own loop in float16.
 """
 
 from __future__ import annotations
@@ -32,9 +35,10 @@ import httpx
 import torch
 
 from tests.bench import peers
-from tests.gpu.checks import Row
-from tests.gpu.engines import entry, serving
+from tests.gpu.checks import MIB, Row
+from tests.gpu.engines import entry, held_by_group, serving
 from tests.gpu.images import show
+from tests.integration.instance import Instance
 from tests.unit.engines.hearing_model import (
     RATE,
     PlainWhisper,
@@ -62,10 +66,14 @@ VOCABULARY = 51866
 MOST_TOKENS = 128
 AT_ONCE = (1, 4, 8, 16)
 EACH, ROUNDS = 4, 3
+#: Tokens that the prompt of a transcription has.
+PROMPT = 4
 #: What `transformers serve` needs, and servekit does not.
 PEER = "`transformers serve`"
 NEEDED_BY_PEER = ("openai", "librosa")
 
+#: A client of its own for each request would take 30 ms to read the system's certificates.
+HTTP = httpx.Client(timeout=300)
 #: Sends a recording, and returns the answer.
 Ask = Callable[[bytes], dict[str, Any]]
 
@@ -73,14 +81,19 @@ Ask = Callable[[bytes], dict[str, Any]]
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.audio")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--only", choices=["texts", "speed"])
+    parser.add_argument("--only", choices=["texts", "speed", "faster_whisper"])
     args = parser.parse_args()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="servekit-gpu-") as made:
-        if args.only != "speed":
+        if args.only in (None, "texts"):
             rows += show(compare_texts(Path(made), args.device))
-        if args.only != "texts":
+        if args.only in (None, "speed"):
             rows += show(measure_speed(Path(made) / "speed", args.device))
+        if args.only == "faster_whisper" or (
+            args.only is None and importlib.util.find_spec("faster_whisper")
+        ):
+            rows += show(compare_faster_whisper(Path(made) / "small-ct2", args.device))
+            rows += show(measure_faster_whisper(Path(made) / "large-ct2", args.device))
     return 0 if all(row.ok is not False for row in rows) else 1
 
 
@@ -130,11 +143,10 @@ def _read_times(segments: Iterable[dict[str, Any]]) -> list[tuple[float, float]]
 def transcribe(
     url: str, wav: bytes, form: dict[str, str], model: str | Path = "m"
 ) -> dict[str, Any]:
-    answer = httpx.post(
+    answer = HTTP.post(
         f"{url}/v1/audio/transcriptions",
         data={"model": str(model)} | form,
         files={"file": ("speech.wav", wav)},
-        timeout=300,
     )
     assert answer.status_code == 200, answer.text
     told: dict[str, Any] = answer.json()
@@ -225,6 +237,106 @@ def _generate_batch(plain: PlainWhisper, wavs: Sequence[bytes]) -> None:
     heard = made.to(plain.model.device, plain.model.dtype)
     told = plain.model.generate(heard, language="en", task="transcribe")
     plain.tokenizer.batch_decode(told, skip_special_tokens=True)
+
+
+# ---------------------------------------------------------------- faster-whisper
+
+
+def compare_faster_whisper(folder: Path, device: str) -> list[Row]:
+    from tests.unit.engines.ctranslate2_model import PlainFasterWhisper, write_ctranslate2
+
+    path = write_ctranslate2(folder)
+    plain = PlainFasterWhisper(path, language="en", beam_size=1)
+    wavs = [write_wav(make_samples(seconds, at)) for at, seconds in enumerate((2, 5, 29, 70))]
+    due = [plain.hear(wav)[0].strip() for wav in wavs]
+    options = {"beam_size": 1, "compute_type": "float32", "no_speech_threshold": None}
+    claim = {"memory": "4GiB"} if device == "cuda" else {}
+    model = entry("m", "faster_whisper", path, device, options=options, **claim)
+
+    def compare(what: str) -> Row:
+        with concurrent.futures.ThreadPoolExecutor(len(wavs)) as pool:
+            ask = partial(transcribe, instance.url, form={"language": "en"})
+            found = [told["text"].strip() for told in pool.map(ask, wavs * 2)]
+        same = sum(one == other for one, other in zip(found, due * 2, strict=True))
+        shown = f"{same} of {len(found)}, {sum(not one for one in due)} of {len(due)} without text"
+        return Row(f"faster-whisper: {what}: as the library on the CPU", shown, same == len(found))
+
+    with serving([model]) as instance:
+        rows = [compare("texts")]
+        if device == "cuda":
+            held = [held_by_model(instance)]
+            for command in ("sleep", "wake"):
+                done = instance.run(command, "m")
+                assert done.returncode == 0, done.stderr
+                held.append(held_by_model(instance))
+            shown = ", ".join(f"{mib:,}" for mib in held) + " MiB"
+            rows += [Row("… held before, asleep, awake", shown), compare("texts after that")]
+    return rows
+
+
+def held_by_model(instance: Instance) -> int:
+    """Return the MiB of GPUs that the processes of the model "m" hold."""
+    [replica] = instance.model("m").replicas
+    return sum(held_by_group(replica.pid).values()) // MIB
+
+
+def measure_faster_whisper(folder: Path, device: str) -> list[Row]:
+    from faster_whisper import WhisperModel
+
+    from tests.unit.engines.ctranslate2_model import write_ctranslate2
+
+    large = device == "cuda"
+    sizes = LARGE | {"vocab_size": VOCABULARY} if large else {}
+    sizes.pop("window_s", None)
+    path = write_ctranslate2(folder, ends=False, **sizes)
+    compute = "float16" if large else "float32"
+    whisper: Any = WhisperModel(str(path), device=device, compute_type=compute)
+    wavs = [write_wav(make_samples(29.0, number)) for number in range(max(AT_ONCE))]
+    new = MOST_TOKENS if large else 24
+    asked: dict[str, Any] = {
+        "language": "en",
+        "beam_size": 1,
+        "temperature": 0.0,
+        "without_timestamps": True,
+        "condition_on_previous_text": False,
+        "max_new_tokens": 2 * new - PROMPT,  # CTranslate2 writes half of this and the prompt
+        "no_speech_threshold": None,
+        "log_prob_threshold": None,
+        "compression_ratio_threshold": None,
+    }
+
+    def hear(wav: bytes) -> dict[str, Any]:
+        found, _ = whisper.transcribe(read_wav(wav), **asked)
+        [segment] = found
+        return {"text": segment.text, "tokens": len(segment.tokens)}
+
+    options = {"beam_size": 1, "compute_type": compute, "max_new_tokens": new}
+    options |= {"no_speech_threshold": None}
+    claim = {"memory": "20GiB"} if large else {}
+    model = entry("m", "faster_whisper", path, device, options=options, **claim)
+    rows = []
+    with serving([model]) as instance:
+        ask = partial(transcribe, instance.url, form={"language": "en"})
+        ours, theirs = ask(wavs[0])["text"].strip(), hear(wavs[0])
+        assert theirs["tokens"] == new, theirs
+        same = ours == theirs["text"].strip()
+        rows.append(Row("faster-whisper: the text of its own loop", f"the same: {same}", same))
+        for count in AT_ONCE:
+            one: dict[str, list[float]] = {"ours": [], "theirs": []}
+            for _ in range(ROUNDS):
+                began = time.perf_counter()
+                with concurrent.futures.ThreadPoolExecutor(count) as pool:
+                    list(pool.map(ask, wavs[:count] * EACH))
+                one["ours"].append(count * EACH * 29.0 / (time.perf_counter() - began))
+                began = time.perf_counter()
+                for wav in wavs[:count]:
+                    hear(wav)
+                one["theirs"].append(count * 29.0 / (time.perf_counter() - began))
+            mine, other = (statistics.median(one[name]) for name in ("ours", "theirs"))
+            shown = f"{mine:.0f} s of audio a second; its own loop {other:.0f}, {mine / other:.2f}"
+            what = f"faster-whisper: recordings at once: {count}"
+            rows.append(Row(what, shown, mine > other or not large))
+    return rows
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """`python -m tests.gpu.llama --model GGUF`: llama.cpp on a GPU, against itself on the CPU.
 
 --model PATH     a .gguf file, or any other `path` that names one; for `ways`
---only NAME      one of: ways, images, experts
+--only NAME      one of: ways, images, experts, speculation
 --library DIR    llama.cpp's own libraries, built for CUDA; by default an installed package
 --device cpu     try the script itself, all of it on the CPU
 --split WAYS     over two GPUs; not every build of llama.cpp can split by rows
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import dataclasses
 import itertools
 import json
 import os
@@ -39,7 +38,7 @@ from servekit.engines.llamacpp.memory_fit import read_parts
 from servekit.engines.model_files.source import resolve_file
 from servekit.system.gpus import find_gpus, gpu_memory_by_pid
 from servekit.system.procfs import all_processes
-from tests.gpu import images
+from tests.gpu import images, reciting
 from tests.gpu.checks import MIB, Row, gpu_count
 from tests.gpu.engines import PROMPTS, entry, held_by_group, recited, serving
 from tests.gpu.images import SIDE
@@ -64,8 +63,10 @@ CLAIM = 2 * GIB
 CONTEXT = 8192
 TOKENS = 48
 CLIENTS = (1, 8, 16)
-#: Of a layer, for texts and for memory.
+#: Of a layer: of a model that recites, and of a random one for memory.
 EXPERTS = (8, 256)
+#: Of the model for which tokens are proposed.
+LAYERS = 24
 
 
 def main() -> int:
@@ -79,7 +80,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.model:
         args.model = str(resolve_file(args.model, None, lambda progress: None))
-    elif args.only not in ("images", "experts"):
+    elif args.only in (None, "ways"):
         parser.error("--model is missing")
     if args.plain is not None:
         print(json.dumps(plain(args)))
@@ -277,28 +278,21 @@ def _time_image(instance: Instance, model: str) -> float:
 
 
 def run_experts(args: argparse.Namespace) -> Iterator[Row]:
-    """Texts with few experts, where no two are nearly as good; memory with many."""
+    """Recited texts with few experts, and memory with many."""
+    few, many = EXPERTS
     with tempfile.TemporaryDirectory(prefix="servekit-model-") as made:
+        learnt = write_reciter(Path(made) / "reciter", args.device, few)
+        recites = write_gguf(learnt, Path(made) / "reciter.gguf")
+        large = write_tiny_gguf(Path(made) / "large.gguf", float32=True, experts=many)
         models = []
-        for count in EXPERTS:
-            path = write_tiny_gguf(Path(made) / f"{count}.gguf", float32=True, experts=count)
+        for count, path in ((few, recites), (many, large)):
             model = partial(make_entry, args, path, f"{count}-")
-            models.append(model("host", "cpu", {"max_context": 256}))
             models.append(model("whole", args.device, {"max_context": 256}))
             models.append(model("experts", args.device, {"max_context": 256}, cpu_moe_layers=99))
+        models.append(make_entry(args, recites, f"{few}-", "host", "cpu", {"max_context": 256}))
         with serving(models) as instance:
-            few, many = EXPERTS
-            fields = {"max_tokens": TOKENS, "logprobs": 5}  # one by one: batches round otherwise
-            wanted, *found = [
-                [
-                    ask(instance, f"{few}-{how}", one, **fields)["choices"][0]["logprobs"]
-                    for one in PROMPTS
-                ]
-                for how in ("host", "whole", "experts")
-            ]
-            for how, texts in zip(("whole", "experts"), found, strict=True):
-                row = same(f"{few} experts, {how}", wanted, texts)
-                yield dataclasses.replace(row, ok=" apart" not in row.measured)
+            for how in ("host", "whole", "experts"):
+                yield recited(f"{few} experts, {how}", instance, f"{few}-{how}")
             sizes = []
             for how in ("whole", "experts"):
                 [replica] = instance.model(f"{many}-{how}").replicas
@@ -307,6 +301,77 @@ def run_experts(args: argparse.Namespace) -> Iterator[Row]:
             shown = f"{sizes[0] / MIB:.0f} and {sizes[1] / MIB:.0f} MiB, experts {size // MIB} MiB"
             right = sizes[0] - sizes[1] > 0.9 * size or args.device == "cpu"
             yield Row(f"{many} experts on the GPU and on the CPU: held on the GPU", shown, right)
+
+
+# ---------------------------------------------------------------- speculative decoding
+
+
+def run_speculation(args: argparse.Namespace) -> Iterator[Row]:
+    """Texts known by heart, with a draft model that knows them too and with one that does not.
+
+    The model is as slow as one of many layers, so that proposals pay on a GPU.
+    """
+    with tempfile.TemporaryDirectory(prefix="servekit-model-") as made:
+        folder, layers = Path(made), LAYERS if args.device == "cuda" else 4
+        path = write_gguf(
+            write_reciter(folder / "m", args.device, layers=layers), folder / "m.gguf"
+        )
+        learnt = write_reciter(folder / "draft", args.device)
+        knows = write_gguf(learnt, folder / "knows.gguf")
+        _spoil_weights(learnt / "model.safetensors")
+        spoilt = write_gguf(learnt, folder / "spoilt.gguf")
+        drafts = {"knows": knows, "spoilt": spoilt}
+        ways: dict[str, dict[str, Any]] = {"plain": {}}
+        ways["ngram"] = {"speculative": {"method": "ngram"}}
+        for name, draft in drafts.items():
+            ways[name] = {"speculative": {"method": "draft", "model": str(draft)}}
+        fields = {"max_context": 512}
+        models = [
+            make_entry(args, path, "", name, args.device, fields, **ways[name]) for name in ways
+        ]
+        with serving(models) as instance:
+            for name in ways:
+                yield recited(f"proposals: {name}", instance, name)
+                rate = _time_texts(instance, name)
+                proposed, accepted = _count_proposals(instance, name)
+                shown = (
+                    f"{accepted:.0f} of {proposed:.0f} accepted; one by one {rate:,.0f} tokens/s"
+                )
+                made_some = proposed > 0 or name not in drafts or args.device == "cpu"
+                yield Row(f"proposals: {name}", shown, made_some)
+
+
+def _time_texts(instance: Instance, model: str) -> float:
+    """Return the tokens/s of all texts, asked one by one."""
+    began, tokens = time.monotonic(), 0
+    for begun in reciting.prompts():
+        body = {"model": model, "prompt": begun, "max_tokens": 200, "temperature": 0}
+        answer = httpx.post(f"{instance.url}/v1/completions", json=body, timeout=120).json()
+        tokens += answer["usage"]["completion_tokens"]
+    return tokens / (time.monotonic() - began)
+
+
+def _spoil_weights(file: Path) -> None:
+    """Have the model say other texts now and then."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    torch.manual_seed(1)
+    found = load_file(file)
+    for name in [name for name in found if "down_proj" in name]:
+        found[name] += torch.randn_like(found[name]) * 2 * found[name].std()
+    save_file(found, file, metadata={"format": "pt"})
+
+
+def _count_proposals(instance: Instance, model: str) -> tuple[float, float]:
+    """Return how many tokens were proposed, and how many of them accepted."""
+    found = [0.0, 0.0]
+    for line in httpx.get(f"{instance.url}/metrics").text.splitlines():
+        for at, kind in enumerate(("draft", "accepted")):
+            name = f"servekit_spec_decode_num_{kind}_tokens_total{{"
+            if line.startswith(name) and f'"{model}' in line:
+                found[at] += float(line.rsplit(" ", 1)[1])
+    return found[0], found[1]
 
 
 # ---------------------------------------------------------------- what they hold
@@ -381,7 +446,12 @@ def plain(args: argparse.Namespace) -> dict[str, int]:
     return found
 
 
-CHECKS = {"ways": run_ways, "images": run_images, "experts": run_experts}
+CHECKS = {
+    "ways": run_ways,
+    "images": run_images,
+    "experts": run_experts,
+    "speculation": run_speculation,
+}
 
 
 if __name__ == "__main__":

@@ -42,8 +42,11 @@ def prompts() -> list[str]:
     return [text[:BEGUN] for text in TEXTS]
 
 
-def write_reciter(folder: Path, device: str) -> Path:
+def write_reciter(folder: Path, device: str, experts: int = 0, layers: int = 4) -> Path:
     """4e6 parameters in bfloat16, in shapes that two or four GPUs can share; some seconds.
+
+    More `layers` make it slow, and more parameters. With `experts` it is a Mixtral, of whose
+    experts in a layer a token uses two.
 
     :raises RuntimeError: It has not learnt its texts.
     """
@@ -54,7 +57,7 @@ def write_reciter(folder: Path, device: str) -> Path:
     rows = [[*tokenizer(text).input_ids, tokenizer.eos_token_id] for text in TEXTS]
     width = max(map(len, rows))
     tokens = torch.tensor([row + [tokenizer.eos_token_id] * (width - len(row)) for row in rows])
-    model = _untrained(tokenizer).to(device)
+    model = _untrained(tokenizer, experts, layers).to(device)
     tokens = tokens.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(_STEPS):
@@ -74,27 +77,29 @@ def write_reciter(folder: Path, device: str) -> Path:
     return folder
 
 
-def _untrained(tokenizer: Any) -> Any:
+def _untrained(tokenizer: Any, experts: int, layers: int) -> Any:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=-(-len(tokenizer) // 8) * 8,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=1024,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    return transformers.LlamaForCausalLM(config)
+    sizes: dict[str, Any] = {
+        "vocab_size": -(-len(tokenizer) // 8) * 8,
+        "hidden_size": 256,
+        "intermediate_size": 192 if experts else 768,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 1024,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+    }
+    if experts:
+        sizes |= {"num_local_experts": experts, "num_experts_per_tok": 2, "rope_theta": 10000.0}
+        return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
 
 
 def write_gguf(folder: Path, path: Path) -> Path:
     """The same in float32 for llama.cpp, whose rotary pairs lie side by side in each head."""
     import gguf
-    from safetensors.torch import load_file
 
     config = json.loads((folder / "config.json").read_text())
     tokenizer = json.loads((folder / "tokenizer.json").read_text())["model"]
@@ -117,8 +122,11 @@ def write_gguf(folder: Path, path: Path) -> Path:
     writer.add_token_types([3 if one.startswith("<|") else 1 for one in tokens] + [5] * spare)
     writer.add_token_merges([" ".join(pair) for pair in tokenizer["merges"]])
     writer.add_eos_token_id(config["eos_token_id"])
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        values = tensor.float()
+    experts: int = config.get("num_local_experts", 0)
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    for name, values in _read_weights(folder / "model.safetensors", experts).items():
         if "q_proj" in name or "k_proj" in name:
             heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
             pairs = values.view(heads, 2, -1, values.shape[-1])
@@ -131,8 +139,23 @@ def write_gguf(folder: Path, path: Path) -> Path:
     return path
 
 
+def _read_weights(file: Path, experts: int) -> dict[str, torch.Tensor]:
+    """Return the weights by name in float32, those of a layer's experts as one."""
+    from safetensors.torch import load_file
+
+    found = {name: tensor.float() for name, tensor in load_file(file).items()}
+    for first in [name for name in found if ".experts.0." in name]:
+        each = [found.pop(first.replace(".0.w", f".{one}.w")) for one in range(experts)]
+        found[first.replace(".0.w", ".w")] = torch.stack(each)
+    return found
+
+
 #: From transformers' names to llama.cpp's.
 _NAMES = {
+    "block_sparse_moe.experts.w1": "ffn_gate_exps",
+    "block_sparse_moe.experts.w2": "ffn_down_exps",
+    "block_sparse_moe.experts.w3": "ffn_up_exps",
+    "block_sparse_moe.gate": "ffn_gate_inp",
     "model.layers.": "blk.",
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
