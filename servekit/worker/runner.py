@@ -131,7 +131,8 @@ class Runner:
     def accept(self, peer: GatewayConnection, request: Generate) -> None:
         if request.id in peer.jobs:
             raise WireError(f"request {request.id} is in flight already")
-        if self._takes_no_more(request):
+        stops = self.draining or self.asleep or self.engine.fatal is not None
+        if stops and self._takes_no_more(request):
             peer.fail(request.id, WorkerLost("the worker is draining, asleep, or about to end"))
             return
         if request.adapter and (refusal := self._refuse_adapter(request)) is not None:

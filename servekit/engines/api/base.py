@@ -45,8 +45,7 @@ Report = Callable[[Progress], None]
 TOLD_TO_FAIL = "this step failed on purpose, for an experiment"
 
 
-@dataclass(slots=True)
-class Job:
+class Job(msgspec.Struct):
     """A request to the engine, with token ids as input and output.
 
     `params.max_tokens` is always set, and prompt + max_tokens fits the context. `emitted` are
@@ -57,14 +56,14 @@ class Job:
     id: int
     prompt_ids: list[int]
     params: SamplingParams
-    emitted: list[int] = field(default_factory=list)
+    emitted: list[int] = []
     constraint: object | None = None  # the result of `Engine.constrain` for `params.grammar`
     adapter: str = ""  # name of a loaded adapter; "": the base model
     #: Token sequences to avoid: the last token is forbidden after the others.
     banned: tuple[tuple[int, ...], ...] = ()
     cache_salt: str = ""  # jobs share prefix cache entries only with jobs of the same salt
     #: `MediaPrompt.inputs` of a conversation with images or recordings.
-    media: object | None = field(default=None, repr=False)
+    media: object | None = None
 
 
 @dataclass(slots=True)

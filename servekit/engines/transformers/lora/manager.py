@@ -12,14 +12,15 @@ A failure at any point leaves nothing behind.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -293,7 +294,7 @@ def _prepare_paged(model: Any, runner: Any) -> None:
     """
     if not isinstance(runner, ContinuousRunner):
         return
-    plan = replace(runner.plan, blocks=_BLOCKS, slots=min(4, runner.plan.slots))
+    plan = dataclasses.replace(runner.plan, blocks=_BLOCKS, slots=min(4, runner.plan.slots))
     proof = ContinuousRunner(model, plan, by_request=runner.by_request)
     try:
         self_check.check_model(model, proof, runner.plain_attention)
