@@ -42,7 +42,7 @@ class ForwardCall(EndpointCall):
         return headers | ({"traceparent": self.request.trace} if self.request.trace else {})
 
     @property
-    def tokens(self) -> int:
+    def prompt_tokens(self) -> int:
         """Nothing is known of the tokens."""
         return 0
 

@@ -203,7 +203,8 @@ class ResponseParser:
         output.prompt_tokens = self.prompt_tokens if self.counted else 0
         if last:
             output.finish, output.stop = self.finish, self._stop
-            output.prompt_tokens, output.completion_tokens = self.prompt_tokens, self.tokens
+            output.prompt_tokens = self.prompt_tokens
+            output.completion_tokens = self.completion_tokens
         return output
 
     @property
@@ -212,7 +213,7 @@ class ResponseParser:
         return max(0, self._counts[0] - self._before) if self.counted else self._estimate
 
     @property
-    def tokens(self) -> int:
+    def completion_tokens(self) -> int:
         """The endpoint's count of completion tokens, or an estimate if it reports none."""
         if self.counted:
             return self._before + self._counts[1]

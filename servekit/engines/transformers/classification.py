@@ -63,7 +63,7 @@ class ClassificationRunner(PoolingRunner):
         """Return the logits of texts, float32 [texts, labels]."""
         return self.run_texts(texts, self._complete_types(texts, []))[0]
 
-    def forward(self, ids: Tensor, mask: Tensor, types: Tensor | None) -> tuple[Tensor, ...]:
+    def run_forward(self, ids: Tensor, mask: Tensor, types: Tensor | None) -> tuple[Tensor, ...]:
         """Return the logits and the scores, float32 [texts, labels]."""
         more = {} if types is None else {"token_type_ids": types}
         logits: Tensor = self._model(input_ids=ids, attention_mask=mask, **more).logits.float()

@@ -258,7 +258,7 @@ class Adapters:
         elif from_file or known is not None:
             self._fail(spec.name, refusal)
         else:
-            self.book.forget(spec.name)
+            self.book.forget_adapter(spec.name)
 
     async def _load(self, workers: Sequence[WorkerProcess], spec: AdapterSpec) -> Outcome:
         outcomes = await asyncio.gather(*(worker.ask_to_load(spec) for worker in workers))
@@ -275,7 +275,7 @@ class Adapters:
         for worker in self._owner.workers(self):
             if not worker.serves:  # asleep or starting: it may hold the adapter
                 self._outdated.setdefault(worker.name, set()).add(name)
-        self.book.forget(name)
+        self.book.forget_adapter(name)
         self._owner.changed()
         log.info("adapter_unloaded", model=self.model, adapter=name)
         self._record_event(name, "unloaded")
