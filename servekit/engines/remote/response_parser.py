@@ -108,9 +108,10 @@ class ResponseParser:
             raise wrong_answer("it continues a tool call after the next has started")
         arguments = function.arguments
         if arguments:
-            written = arguments if isinstance(arguments, str) else _write_arguments(arguments)
+            if not isinstance(arguments, str):
+                arguments = msgspec.json.encode(arguments).decode()
             self._argued = True
-            self._keep_text(written.translate(_UNMARKED))
+            self._keep_text(arguments.translate(_UNMARKED))
 
     def _call_index(self, call: Called, function: Function) -> int:
         """Return the index of a call: by its id, otherwise by its index; a new call is the next."""
@@ -233,7 +234,3 @@ def _list_texts(content: str | list[Any] | None) -> list[tuple[str, str]]:
         elif isinstance(thinking := part.get("thinking"), list):
             found += [(THOUGHT, text) for _, text in _list_texts(thinking)]
     return found
-
-
-def _write_arguments(arguments: Any) -> str:
-    return msgspec.json.encode(arguments).decode()

@@ -184,7 +184,7 @@ class Adapters:
                     self._serve(spec.name, outcome)
                 elif outcome.left:
                     return ""
-                elif self._is_elsewhere(spec.name):
+                elif any(spec.name in other.held_adapters for other in self._serving()):
                     return f"the adapter {spec.name!r}: {outcome.message}"
                 else:
                     self._fail(spec.name, outcome)
@@ -293,9 +293,6 @@ class Adapters:
 
     def _serving(self) -> list[WorkerProcess]:
         return [worker for worker in self._owner.workers(self) if worker.serves]
-
-    def _is_elsewhere(self, name: str) -> bool:
-        return any(name in worker.held_adapters for worker in self._serving())
 
     def _serve(self, name: str, info: AdapterInfo) -> None:
         known = self.book.get(name)

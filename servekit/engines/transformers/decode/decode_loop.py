@@ -181,7 +181,11 @@ class DecodeLoop:
         return outputs
 
     def _step(self) -> list[Output]:
-        self._watched = {key for key in self._watched if self._needs_host(key)}
+        self._watched = {
+            key
+            for key in self._watched
+            if device_sampling.needs_host(self.seated[key].row, self._vocab_size)
+        }
         outputs: list[Output] = []
         proposals: dict[str, list[int]] = {}
         if self._watched or self._is_promising():
@@ -201,9 +205,6 @@ class DecodeLoop:
         """Return the output of the running step, if any."""
         inflight, self._inflight = self._inflight, None
         return self._settle_step(inflight)
-
-    def _needs_host(self, key: str) -> bool:
-        return device_sampling.needs_host(self.seated[key].row, self._vocab_size)
 
     def _is_promising(self) -> bool:
         """Return whether to wait for the running step, since there are likely to be proposals."""
