@@ -195,7 +195,7 @@ class Driver:
 
     async def _dial(self, request: bytes, exchange: Exchange) -> None:
         try:
-            connection = await self._dialer.open(min(CONNECT_S, self._order.timeout_s))
+            connection = await self._dialer.open_connection(min(CONNECT_S, self._order.timeout_s))
         except Unreachable as error:
             if exchange in self._under_way:
                 exchange.end_exchange("connect", str(error))

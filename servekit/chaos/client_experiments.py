@@ -72,7 +72,7 @@ async def flood(scene: ExperimentContext) -> ExperimentResult:
     light = scene.target.client.with_key("light")
     alone = await light.await_answer(known.question, stream=True)
     heavy, until = _Flood(scene.target.client.with_key("heavy")), time.monotonic() + scene.seconds
-    crowd = [asyncio.create_task(heavy.run(known.question, until)) for _ in range(count)]
+    crowd = [asyncio.create_task(heavy.ask_until(known.question, until)) for _ in range(count)]
     tally = Tally()
     await asyncio.sleep(min(1.0, scene.seconds / 4))
     while not tally.sent or time.monotonic() < until:  # connecting the crowd may take all the time
@@ -101,7 +101,7 @@ class _Flood:
         self.others: set[str] = set()
         self._client = client
 
-    async def run(self, question: Question, until: float) -> None:
+    async def ask_until(self, question: Question, until: float) -> None:
         while time.monotonic() < until:
             answer = await self._client.await_answer(question, stream=False)
             self._count(answer)

@@ -215,11 +215,7 @@ def _find_running_url(run_dir: Path | None) -> str:
         url = read_status(find_instance(run_dir)).url
     except StartError as error:
         raise StartError(f"{error.message}, a URL as argument measures another server") from None
-    return _make_dialable(url)
-
-
-def _make_dialable(url: str) -> str:
-    """Replace an address that means every interface by loopback."""
+    # an address that means every interface stands for loopback
     return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 

@@ -303,7 +303,7 @@ _register(
     "Serve",
     {
         "up": serve.up,
-        "run": conversation.run,
+        "run": conversation.run_model,
         "down": down,
         "reload": reload,
         "restart": models.restart,

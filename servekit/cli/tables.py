@@ -138,7 +138,7 @@ def _memory_table(plan: Plan) -> Table:
             str(found.context or "-"),
             format_size(found.on_each_least_bytes),
             format_size(claim),
-            Text(found.note(claim)),
+            Text(found.describe_claim(claim)),
         )
     return table
 

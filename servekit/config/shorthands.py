@@ -79,14 +79,14 @@ def _expand_variables(node: Node, loc: Loc, environ: Mapping[str, str]) -> Itera
     text = str(node.value)
     missing: list[str] = []
 
-    def fill(found: re.Match[str]) -> str:
+    def replace_variable(found: re.Match[str]) -> str:
         groups = found.groupdict()
         value = environ.get(groups["name"]) or groups.get("default")
         if value is None:
             missing.append(groups["name"])
         return value or ""
 
-    filled = _VARIABLE.sub(fill, _PLAIN.sub(fill, text))
+    filled = _VARIABLE.sub(replace_variable, _PLAIN.sub(replace_variable, text))
     if missing:
         names = ", ".join(dict.fromkeys(missing))
         yield Problem(

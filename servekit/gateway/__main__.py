@@ -52,12 +52,13 @@ if __name__ == "__main__":
 
     import faulthandler
     import signal
+    import socket
     import sys
 
     from servekit import logging_config
     from servekit.gateway.http.tls import Tls
     from servekit.gateway.routing.worker_connection import Reach
-    from servekit.gateway.server import Settings, run
+    from servekit.gateway.server import Settings, run_gateway
     from servekit.gateway.supervisor_channel import InheritedChannel, TcpChannel
     from servekit.protocol.messages import PROTOCOL
     from servekit.protocol.transport.certificate_holder import CertificateHolder
@@ -75,7 +76,7 @@ if __name__ == "__main__":
     credentials = None if args.credentials_fd is None else read_credentials(args.credentials_fd)
     channel: InheritedChannel | TcpChannel
     if args.control is None:
-        channel = InheritedChannel(args.control_fd)
+        channel = InheritedChannel(socket.socket(fileno=args.control_fd))
         identity = None if credentials is None else CertificateHolder(credentials)
     else:
         assert credentials is not None
@@ -100,4 +101,4 @@ if __name__ == "__main__":
         legacy=args.legacy,
         tls=Tls(files) if files or args.tls_handed else None,
     )
-    sys.exit(run(settings))
+    sys.exit(run_gateway(settings))

@@ -88,7 +88,7 @@ class Settings:
     outlive: tuple[Path, float] | None = None
 
 
-def run(settings: Settings) -> int:
+def run_gateway(settings: Settings) -> int:
     """Run a gateway until it is told to stop; return the exit code."""
     import uvloop
 
@@ -160,8 +160,8 @@ class Gateway:
             self._channel.send(Serving())
             tasks = [self._loop.create_task(self._report())]
             later = [
-                self._loop.create_task(self._app.batches.run()),
-                self._loop.create_task(self._app.responses.run(self._app.internal)),
+                self._loop.create_task(self._app.batches.run_batches()),
+                self._loop.create_task(self._app.responses.run_responses(self._app.internal)),
             ]
             if self._settings.ui:
                 tasks.append(self._loop.create_task(self._bring_up_ui()))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import socket
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -30,7 +29,7 @@ from servekit.protocol.messages import (
 )
 from servekit.protocol.remote_gateway import AdminRequest, AdminResponse, ToRemoteGateway
 from servekit.protocol.residency import ModelDemand
-from servekit.protocol.transport.connection import Connection, adopt_socket
+from servekit.protocol.transport.connection import Connection, SocketChannel
 from servekit.protocol.transport.remote_server import ListenOptions, TcpServer
 from servekit.protocol.transport.resumable_channel import Attached
 
@@ -55,27 +54,12 @@ class Channel(Protocol):
         """Send the remaining messages, and close."""
 
 
-class InheritedChannel:
+class InheritedChannel(SocketChannel):
     """The channel of a gateway whose supervisor is on this machine."""
 
+    incoming = ToGateway
     # messages may be lost after EOF: no supervisor reconnects to this channel
     has_supervisor = True
-
-    def __init__(self, control_fd: int) -> None:
-        self._fd = control_fd
-        self._connection: Connection[ToGateway] | None = None
-
-    async def open(self, on_message: OnMessage, on_end: OnEnd) -> None:
-        self._connection = connection = Connection[ToGateway](ToGateway, on_message, on_end)
-        await adopt_socket(socket.socket(fileno=self._fd), lambda: connection)
-
-    def send(self, message: FromGateway) -> None:
-        if self._connection is not None:
-            self._connection.send(message)
-
-    async def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
 
 
 class TcpChannel(TcpServer):

@@ -166,7 +166,7 @@ class RayActors:
             return ""
         return found.stray
 
-    async def release(self, name: str) -> None:
+    async def release_place(self, name: str) -> None:
         """Release the place of a process."""
         if self._places.pop(name, None) is None:
             return

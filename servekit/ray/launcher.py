@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class RayLauncher:
-    """Launcher of workers in a Ray cluster. Create it on the event loop and call `open` first."""
+    """Launcher of workers in a Ray cluster. Create it on the event loop; first `join_cluster`."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class RayLauncher:
 
     # ---- the cluster
 
-    async def open(self, plan: Plan) -> None:
+    async def join_cluster(self, plan: Plan) -> None:
         """Join the cluster and check its nodes. Raises StartError if it cannot serve the plan."""
         address, within_s = self._settings.address, self._settings.connect_s
         await bootstrap.reach_head(address)
@@ -204,9 +204,9 @@ class RayLauncher:
         """Return a sentence on GPU memory it holds on other GPUs; "" if none, or if unknown."""
         return await self.actors.strays(name)
 
-    async def release(self, name: str) -> None:
+    async def release_place(self, name: str) -> None:
         """Release the place of a worker whose life is over."""
-        await self.actors.release(name)
+        await self.actors.release_place(name)
 
     def describe_place(self, name: str) -> str:
         """Return a worker's node and device in words; "" if it has no place."""

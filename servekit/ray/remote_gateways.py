@@ -105,9 +105,9 @@ class RemoteGateway(Gateway):
         child.on_again = self._republish
         return child
 
-    async def run(self) -> None:
-        await super().run()
-        await self._service.launcher.actors.release(self.name)
+    async def supervise(self) -> None:
+        await super().supervise()
+        await self._service.launcher.actors.release_place(self.name)
         self.on_over(self)
 
     def _args(self) -> tuple[str, ...]:

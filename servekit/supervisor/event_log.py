@@ -39,7 +39,7 @@ _PRUNE = "DELETE FROM events WHERE id <= (SELECT max(id) FROM events) - ?"
 
 
 class Journal:
-    """The event journal of one process. Drops events before `open` and after `close`."""
+    """The event journal of one process. Drops events before `open_log` and after `close`."""
 
     def __init__(self, *, again_s: float = _AGAIN_S) -> None:
         self._again_s = again_s
@@ -53,7 +53,7 @@ class Journal:
 
     # ---- called on the event loop
 
-    def open(self, folder: Path) -> None:
+    def open_log(self, folder: Path) -> None:
         """Start to write events to a file in `folder`."""
         self._waiting.clear()
         self._lost = self._lost_told = 0

@@ -177,11 +177,14 @@ class Supervisor:
             self._guard = OrphanGuard(self.run_dir.path, self.mark, self.environ, grace)
             last.callback(self._guard.stop_guard)
             last.callback(self._end_all)
-            for task in (ticking(self._tick_once, self.is_at_rest), self._measures.run()):
+            for task in (
+                ticking(self._tick_once, self.is_at_rest),
+                self._measures.monitor_resources(),
+            ):
                 last.callback(self._loop.create_task(task).cancel)
             await self._admin_api.listen(self.run_dir.control)
             if self.launcher is None or await complete_before(
-                self._until_told(), self.launcher.open(self._deployments.plan)
+                self._until_told(), self.launcher.join_cluster(self._deployments.plan)
             ):
                 for gateway in self._gateways:
                     self._run(gateway)
@@ -191,7 +194,7 @@ class Supervisor:
             return await self._drain()
 
     def _run(self, life: ManagedProcess[Any]) -> None:
-        task = self._loop.create_task(life.run(), name=life.name)
+        task = self._loop.create_task(life.supervise(), name=life.name)
         self._tasks[life] = task
         task.add_done_callback(lambda done: self._on_end(life, done))
 
@@ -496,8 +499,8 @@ class Supervisor:
         self._record_profile()
         if reason := self.run_dir.instead_of:
             log.warning("run_dir_replaced", path=str(self.run_dir.path), reason=reason)
-        journal.open(self.run_dir.path)
-        self._usage.open(self.run_dir.path)
+        journal.open_log(self.run_dir.path)
+        self._usage.open_store(self.run_dir.path)
         journal.record_event(
             "up", f"servekit {__version__} at {self.url}", pid=os.getpid(), config=config
         )

@@ -47,7 +47,7 @@ Sums = dict[tuple[str, str, str], list[int]]  # by day, key and model
 
 
 class UsageLedger:
-    """The usage of one instance. Counts only in memory before `open` and after `close`."""
+    """The usage of one instance. Counts only in memory before `open_store` and after `close`."""
 
     def __init__(self, now: Callable[[], datetime] = datetime.now) -> None:
         self._now = now
@@ -62,7 +62,7 @@ class UsageLedger:
 
     # ---- called on the event loop
 
-    def open(self, run_dir: Path) -> None:
+    def open_store(self, run_dir: Path) -> None:
         """Read the sums of this month, and start to write."""
         self._day = day = self._now().date().isoformat()
         for row in read_usage(run_dir, by=("key",), since=f"{day[:7]}-01"):

@@ -264,7 +264,7 @@ class Stopwatch:
         """Start timing a job."""
         self._times[job_id] = [time.time_ns()]
 
-    def note(self, job_id: int) -> None:
+    def note_submit(self, job_id: int) -> None:
         """Record the time at which a job is submitted to the engine."""
         if (times := self._times.get(job_id)) is not None:
             times.append(time.time_ns())

@@ -309,7 +309,7 @@ class Runner:
             return
         if began is None:
             task.begins = ids, limit, request
-        self._stopwatch.note(job_id)
+        self._stopwatch.note_submit(job_id)
         job = Job(
             job_id, ids, params, request.emitted, prepared.constraint,
             request.adapter, prepared.banned, request.cache_salt, prepared.media,
@@ -330,7 +330,7 @@ class Runner:
             return
         if request.continuation is None and engine.continues(request):
             task.begins = [], limit or 0, request
-        self._stopwatch.note(job_id)
+        self._stopwatch.note_submit(job_id)
         engine.ask(TextJob(job_id, request))
 
     def _begin_output(
@@ -355,7 +355,7 @@ class Runner:
         count = sum(map(len, prepared.inputs))
         text = TextStream(self.engine.codec.decoder(), ())
         self._tasks[job_id] = OutputState(peer, request, count, text)
-        self._stopwatch.note(job_id)
+        self._stopwatch.note_submit(job_id)
         raw = request.pooling is not None and request.pooling.raw
         job = EmbedJob(job_id, prepared.inputs, prepared.types, raw)
         (self.engine.embed if request.task == "embed" else self.engine.classify)(job)
@@ -365,7 +365,7 @@ class Runner:
     ) -> None:
         assert request.speech is not None
         self._tasks[job_id] = SpeechTask(peer, request)
-        self._stopwatch.note(job_id)
+        self._stopwatch.note_submit(job_id)
         job = SpeechJob(job_id, prepared.recording, request.params, request.speech)
         self.engine.transcribe(job)
 

@@ -20,7 +20,7 @@ from servekit.protocol.messages import FromWorker, ToWorker, WorkerSpec
 from servekit.protocol.transport.connection import (
     Connection,
     Factory,
-    adopt_socket,
+    SocketChannel,
     dial_address,
     listen_at,
 )
@@ -28,9 +28,6 @@ from servekit.system.timers import next_tick_s
 
 if TYPE_CHECKING:
     from servekit.worker.runner import Runner
-
-#: Time allowed for the last messages to reach the supervisor.
-_CLOSE_S = 1.0
 
 log: Any = structlog.get_logger("servekit.worker")
 
@@ -67,25 +64,17 @@ class Channel(Protocol):
         """Send everything queued, then close."""
 
 
-class InheritedChannel:
+class InheritedChannel(SocketChannel):
     """The channel of a worker on the supervisor's machine."""
 
+    incoming = ToWorker
     is_remote = False
 
     def __init__(self, control: socket.socket) -> None:
-        self._socket = control
-        self._connection: Connection[ToWorker] | None = None
+        super().__init__(control)
         self._server: asyncio.Server | None = None
         self._path = ""
         self._keeping: asyncio.Task[None] | None = None
-
-    async def open(self, on_message: OnMessage, on_end: OnEnd) -> None:
-        self._connection = connection = Connection[ToWorker](ToWorker, on_message, on_end)
-        await adopt_socket(self._socket, lambda: connection)
-
-    def send(self, message: FromWorker) -> None:
-        if self._connection is not None:
-            self._connection.send(message)
 
     async def serve(self, spec: WorkerSpec, runner: Runner) -> None:
         self._path = spec.socket
@@ -116,6 +105,4 @@ class InheritedChannel:
     async def close(self) -> None:
         if self._keeping is not None:
             self._keeping.cancel()
-        if self._connection is not None:
-            self._connection.close()
-            await asyncio.wait((self._connection.closed,), timeout=_CLOSE_S)
+        await super().close()

@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, expect
 
 from servekit.cli.init.config_template import DEMO_SAMPLING
 from servekit.gateway.ui.pages.language import PAGES
 from tests.api_keys import new_key
 from tests.first_use.commands import QUESTION, find_model
 from tests.first_use.report import Report
+from tests.integration.chromium import start_chromium
 from tests.integration.instance import Instance, echo, run
-from tests.integration.test_ui import ARGS, CHROMIUM, away
+from tests.integration.test_ui import away
 
 AREA = "pages"
 WITHIN_MS = 60_000
@@ -72,8 +73,7 @@ def walk_pages(folder: Path, report: Report) -> None:
     with Instance.up(folder, models, server=server, sections=sections) as instance:
         instance.until_settled(within_s=300)
         instance.until_ui(admin, within_s=60)
-        with sync_playwright() as playwright:
-            browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGS)
+        with start_chromium() as browser:
             walk = Walk(browser, str(away(lambda: instance.url)), admin, report)
             walk.look_at_sign_in()
             walk.measure_drawing()
@@ -86,7 +86,6 @@ def walk_pages(folder: Path, report: Report) -> None:
             walk.filter_requests()
             walk.switch_profile()
             walk.open_link(str(instance.run_dir))
-            browser.close()
 
 
 @dataclass(slots=True)

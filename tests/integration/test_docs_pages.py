@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, expect
 
+from tests.integration.chromium import CHROMIUM
 from tests.integration.instance import Instance, echo
-from tests.integration.test_ui import ARGS, CHROMIUM
 
 pytestmark = [
     pytest.mark.browser,
@@ -25,14 +25,6 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with Instance.up(folder, [echo("a")]) as instance:
         instance.until_settled()
         yield instance.url
-
-
-@pytest.fixture(scope="module")
-def browser(url: str) -> Iterator[Browser]:  # an instance starts before Playwright's loop runs
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGS)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture

@@ -15,12 +15,13 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import expect
 
 from servekit.docs.pages import find_page
+from tests.integration.chromium import start_chromium
 from tests.integration.instance import Instance, bearer, echo
 from tests.integration.test_access import ALICE, ALICE_HASH
-from tests.integration.test_ui import ARGS, CHROMIUM, Tab
+from tests.integration.test_ui import Tab
 from tests.polling import poll
 
 pytestmark = [pytest.mark.lane("surroundings"), pytest.mark.slow]
@@ -156,19 +157,16 @@ def test_a_large_body_and_many_requests_pass(front: str) -> None:
 @pytest.mark.browser
 def test_the_chat_streams_through_a_proxy(instance: Instance, front: str) -> None:
     instance.until("the UI is up", lambda: httpx.get(f"{front}/ui/login").status_code == 200)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGS)
-        with contextlib.closing(browser.new_context()) as context:
-            page = context.new_page()
-            page.goto(f"{front}/ui/login")
-            page.locator("input[name=key]").fill(ALICE)
-            page.keyboard.press("Enter")
-            page.wait_for_url(f"{front}/ui/")
-            tab = Tab(context, front)
-            tab.choose("slow")
-            tab.ask("All work and no play makes this a long answer. " * 20)
-            expect(tab.answers.last).to_contain_text("All work")
-            tab.stop_button.click()
-            tab.until_done()
-        browser.close()
+    with start_chromium() as browser, contextlib.closing(browser.new_context()) as context:
+        page = context.new_page()
+        page.goto(f"{front}/ui/login")
+        page.locator("input[name=key]").fill(ALICE)
+        page.keyboard.press("Enter")
+        page.wait_for_url(f"{front}/ui/")
+        tab = Tab(context, front)
+        tab.choose("slow")
+        tab.ask("All work and no play makes this a long answer. " * 20)
+        expect(tab.answers.last).to_contain_text("All work")
+        tab.stop_button.click()
+        tab.until_done()
     poll("nothing runs", lambda: in_flight(instance) == 0)

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 import yaml
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect
 
 from servekit.gateway.ui.pages.language import PAGES
 from tests.integration.instance import Instance, echo
@@ -28,32 +27,10 @@ from tests.polling import poll
 pytestmark = pytest.mark.browser
 
 ROOT = Path(__file__).parents[2]
-CHROMIUM = "/usr/bin/chromium"
-ARGS = [
-    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
-    *("--disable-background-networking", "--disable-component-update"),
-]
 #: Generous, for a busy machine: what is asserted is that it comes, and in which order.
 WITHIN_MS = 30_000
 expect.set_options(timeout=WITHIN_MS)
 LONG = "All work and no play makes this a long answer. " * 40
-
-
-@pytest.fixture(scope="module")
-def browser(instance: Instance) -> Iterator[Browser]:
-    """A Chromium; afterwards none of its processes is left. It starts after the instance, whose
-    own waiting needs this thread's event loop."""
-    before = set(psutil.Process().children(recursive=True))
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGS)
-        started = set(psutil.Process().children(recursive=True)) - before
-        yield browser
-        browser.close()
-    _, alive = psutil.wait_procs(started, timeout=60)
-    for process in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    assert not alive
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,13 @@ from typing import Any
 import httpx
 import pytest
 from PIL import Image as Pillow
-from playwright.sync_api import Browser, Locator, expect, sync_playwright
+from playwright.sync_api import Browser, Locator, expect
 
 from tests.api_keys import new_key
 from tests.integration.instance import Instance
 from tests.integration.test_command import numbers, odd
 from tests.integration.test_images import BLUE, RED, image, text
-from tests.integration.test_ui import ARGS, CHROMIUM, away, serious
+from tests.integration.test_ui import away, serious
 from tests.integration.test_ui_pages import Visitor
 from tests.polling import poll
 
@@ -57,19 +57,6 @@ def instance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
         instance.until_settled()
         instance.until_ui(GUEST)
         yield instance
-
-
-@pytest.fixture(scope="module")
-def url(instance: Instance) -> str:
-    return instance.url
-
-
-@pytest.fixture(scope="module")
-def browser(url: str) -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGS)
-        yield browser
-        browser.close()
 
 
 class Chat(Visitor):

@@ -13,12 +13,12 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
 from tests.api_keys import new_key
 from tests.integration.certificates import make
 from tests.integration.instance import Instance, echo
-from tests.integration.test_ui import ARGS, CHROMIUM, WITHIN_MS, away, serious
+from tests.integration.test_ui import WITHIN_MS, away, serious
 from tests.polling import poll
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
@@ -43,19 +43,6 @@ def instance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
         instance.until_settled()
         instance.until_ui(KEY, verify=False)
         yield instance
-
-
-@pytest.fixture(scope="module")
-def url(instance: Instance) -> str:
-    return instance.url
-
-
-@pytest.fixture(scope="module")
-def browser(url: str) -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGS)
-        yield browser
-        browser.close()
 
 
 def ask(page: Page, text: str) -> None:

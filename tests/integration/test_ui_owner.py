@@ -14,11 +14,11 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Page, ViewportSize, expect, sync_playwright
+from playwright.sync_api import Browser, Page, ViewportSize, expect
 
 from tests.api_keys import new_key
 from tests.integration.instance import PROGRAM, Instance, bearer, echo
-from tests.integration.test_ui import ARGS, CHROMIUM, WITHIN_MS, away, serious
+from tests.integration.test_ui import WITHIN_MS, away, serious
 from tests.integration.test_ui_keys import kill_gateway
 from tests.integration.test_ui_pages import tier
 from tests.polling import poll
@@ -48,14 +48,6 @@ def instance(
         instance.until_settled()
         instance.until_ui(GUEST)
         yield instance
-
-
-@pytest.fixture(scope="module")
-def browser(instance: Instance) -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGS)
-        yield browser
-        browser.close()
 
 
 def ask_for_link(instance: Instance) -> str:

@@ -16,14 +16,14 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect
 
 from servekit.gateway.ui.pages.language import PAGES
 from servekit.gateway.ui.widgets.log_tail import LINES
 from tests.api_keys import new_key
 from tests.integration.instance import Instance, echo
 from tests.integration.made_up_gpus import MadeUpGpus, on_gpu
-from tests.integration.test_ui import ARGS, CHROMIUM, WITHIN_MS, away, running, serious
+from tests.integration.test_ui import WITHIN_MS, away, running, serious
 from tests.polling import poll
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
@@ -70,19 +70,6 @@ def instance(folder: Path) -> Iterator[Instance]:
         instance.until_settled()
         instance.until_ui(ADMIN)
         yield instance
-
-
-@pytest.fixture(scope="module")
-def url(instance: Instance) -> str:
-    return instance.url
-
-
-@pytest.fixture(scope="module")
-def browser(url: str) -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGS)
-        yield browser
-        browser.close()
 
 
 class Visitor:

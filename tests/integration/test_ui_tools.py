@@ -16,11 +16,11 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Locator, expect, sync_playwright
+from playwright.sync_api import Browser, Locator, expect
 
 from tests.api_keys import new_key
 from tests.integration.instance import Instance, echo
-from tests.integration.test_ui import ARGS, CHROMIUM, serious
+from tests.integration.test_ui import serious
 from tests.integration.test_ui_pages import Visitor
 from tests.polling import poll
 
@@ -54,20 +54,6 @@ def instance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
         instance.until_settled()
         instance.until_ui(USER)
         yield instance
-
-
-@pytest.fixture(scope="module")
-def url(instance: Instance) -> str:
-    """Asked for before the browser, whose event loop it could not run in."""
-    return instance.url
-
-
-@pytest.fixture(scope="module")
-def browser(url: str) -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGS)
-        yield browser
-        browser.close()
 
 
 class Chat(Visitor):

@@ -16,13 +16,14 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from playwright.sync_api import Browser, Locator, expect, sync_playwright
+from playwright.sync_api import Browser, Locator, expect
 
 from servekit.errors import ClientClosed
 from servekit.request_log import RequestRecord, read_records
 from tests.api_keys import new_key
+from tests.integration.chromium import start_chromium
 from tests.integration.instance import Instance, bearer, echo
-from tests.integration.test_ui import ARGS, CHROMIUM, away, running, serious
+from tests.integration.test_ui import away, running, serious
 from tests.integration.test_ui_images import HAND_OVER, _base64
 from tests.integration.test_ui_pages import Visitor
 from tests.polling import poll
@@ -99,11 +100,6 @@ def instance(folder: Path) -> Iterator[Instance]:
 
 
 @pytest.fixture(scope="module")
-def url(instance: Instance) -> str:
-    return instance.url
-
-
-@pytest.fixture(scope="module")
 def browser(url: str, folder: Path) -> Iterator[Browser]:
     speaks = [
         *("--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"),
@@ -111,10 +107,8 @@ def browser(url: str, folder: Path) -> Iterator[Browser]:
         f"--host-resolver-rules=MAP {ELSEWHERE} 127.0.0.1",
         "--autoplay-policy=no-user-gesture-required",
     ]
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=[*ARGS, *speaks])
+    with start_chromium(*speaks) as browser:
         yield browser
-        browser.close()
 
 
 class Desk(Visitor):

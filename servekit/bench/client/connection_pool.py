@@ -36,7 +36,7 @@ class Dialer:
         if not connection.closed:
             self._resting.append(connection)
 
-    async def open(self, within_s: float = CONNECT_S) -> Connection:
+    async def open_connection(self, within_s: float = CONNECT_S) -> Connection:
         """Open a new connection; raises Unreachable."""
         name = self._target.host if self._tls is not None else None
         made = asyncio.get_running_loop().create_connection(
@@ -59,7 +59,8 @@ class Dialer:
     async def open_ahead(self, count: int) -> None:
         """Open connections until `count` are idle; failures are left for the requests to report."""
         made = await asyncio.gather(
-            *(self.open() for _ in range(count - len(self._resting))), return_exceptions=True
+            *(self.open_connection() for _ in range(count - len(self._resting))),
+            return_exceptions=True,
         )
         for connection in made:
             if isinstance(connection, Connection):

@@ -96,7 +96,9 @@ def make_environment(spec: EnvironmentSpec, environ: Mapping[str, str]) -> Itera
         try:
             tool.make_venv(folder)
             kind = find_kind(engine.name)
-            tool.install(folder, [str(engine), *map(str, others), *_further_needs(kind)])
+            # uvloop makes a worker's own part faster, and is on each platform that vLLM runs on
+            needs = (*WORKER_NEEDS, "uvloop", *(kind.needs if kind is not None else ()))
+            tool.install(folder, [str(engine), *map(str, others), *needs])
             yield "importing the engine"
             environment = _try_import(folder, engine.name, kind)
             (folder / LOCK_FILE).write_text(tool.list_packages(folder), encoding="utf-8")
@@ -131,11 +133,6 @@ def find_kind(package: str) -> EngineKind | None:
         if any(name in (module, *packages_of(module)) for module in kind.modules):
             return kind
     return None
-
-
-def _further_needs(kind: EngineKind | None) -> Sequence[str]:
-    # uvloop makes a worker's own part faster, and is missing on no platform that vLLM runs on
-    return (*WORKER_NEEDS, "uvloop", *(kind.needs if kind is not None else ()))
 
 
 def _parse_requirement(text: str) -> Requirement:

@@ -142,7 +142,7 @@ def _bring_model(
     model.notes += _unread_notes(told, _OF_A_MODEL)
     model.notes += _capability_notes(told.get("capabilities"))
     if _makes_no_text(told, words):
-        _bring_other_task(model)
+        model.keys["options"]["task"] = "forward"
     if "task" in model.keys["options"]:  # presets are for text
         model.keys["aliases"] += [one["name"] for one in model.keys.pop("presets", ())]
     _note_container(model, words)
@@ -230,10 +230,6 @@ def _makes_no_text(told: Mapping[str, Any], words: list[str]) -> bool:
         or bool(makes and "text" not in makes)
         or bool(re.search(r"/(audio|images)/", told.get("checkEndpoint", "")))
     )
-
-
-def _bring_other_task(model: BroughtModel) -> None:
-    model.keys["options"]["task"] = "forward"
 
 
 def _bring_env(

@@ -32,7 +32,7 @@ Model = Annotated[
 ]
 
 
-def run(
+def run_model(
     model: Model,
     engine: Engine = None,
     gpus: Gpus = None,

@@ -222,7 +222,7 @@ class StepRates:
     rest: int = _KNOWN  # steps that have no proposals yet
     pauses: int = 1  # length of the next pause, in times of the first
 
-    def note(self, *, proposed: bool, tokens: int, took_s: float) -> None:
+    def note_step(self, *, proposed: bool, tokens: int, took_s: float) -> None:
         """Note what a step brought."""
         if not proposed:
             self.made = self.made * (1.0 - 1.0 / _KNOWN) + tokens
@@ -266,7 +266,7 @@ class Speculator:
         """Return a short description for people."""
         return f"{self.speculation.tokens} proposed tokens ({self.speculation.method})"
 
-    def propose(self, rows: Sequence[Underway], room: int) -> dict[str, list[int]]:
+    def make_proposals(self, rows: Sequence[Underway], room: int) -> dict[str, list[int]]:
         """Return the proposals of a step that runs these rows, by key; {} if none pays."""
         wanted = self._find_wanted(rows, room)
         if not wanted:
@@ -281,13 +281,13 @@ class Speculator:
         return proposals
 
     def is_promising(self, rows: Sequence[Underway], room: int) -> bool:
-        """Return whether `propose` is likely to find something once a running step has ended."""
+        """Return whether `make_proposals` is likely to find some once a running step has ended."""
         wanted = self._find_wanted(rows, room)
         return bool(wanted) and self.proposer.is_promising(wanted)
 
     def note_step(self, rows: int, tokens: int, took_s: float) -> None:
         """Note what a step of so many rows brought."""
-        self._rates_of(rows).note(proposed=self.attempted, tokens=tokens, took_s=took_s)
+        self._rates_of(rows).note_step(proposed=self.attempted, tokens=tokens, took_s=took_s)
         self.attempted = False
 
     def _rates_of(self, rows: int) -> StepRates:
@@ -318,7 +318,7 @@ class Speculator:
         verifying = sum(counts) / (rows + self.worth)
         return self.wait + self.proposer.cost * max(counts, default=0) + verifying
 
-    def note(self, key: str, proposed: int, accepted: int) -> None:
+    def note_proposal(self, key: str, proposed: int, accepted: int) -> None:
         """Learn what became of a row's proposal in a step; 0 proposed if it had none."""
         if proposed:
             drafts, draft_tokens, accepted_tokens = self.counts
@@ -333,7 +333,7 @@ class Speculator:
             chance += (1.0 - chance) * _LEARNT
         self._chances[key] = chance if accepted == proposed else chance * (1.0 - _LEARNT)
 
-    def forget(self, key: str) -> None:
+    def forget_row(self, key: str) -> None:
         """Forget a row that has ended or left."""
         self._chances.pop(key, None)
         self.proposer.forget(key)

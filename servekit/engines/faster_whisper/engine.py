@@ -59,7 +59,7 @@ class FasterWhisperEngine(LoopedEngine):
         )
 
     def read_recording(self, file: bytes, speech: SpeechParams) -> object:
-        return self._reader.read_recording(file, speech)
+        return self._reader.read_speech(file, speech)
 
     def transcribe(self, job: SpeechJob) -> None:
         if job.params.seed is not None and job.params.temperature:

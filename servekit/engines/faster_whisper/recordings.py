@@ -46,7 +46,7 @@ class RecordingReader:
         #: Codes of the languages that it hears.
         self.languages = tuple(known) if self.is_multilingual else ("en",)
 
-    def read_recording(self, file: bytes, speech: SpeechParams) -> Recording:
+    def read_speech(self, file: bytes, speech: SpeechParams) -> Recording:
         """Decode a recording, and check the request. Raises RequestError."""
         language = find_language(speech.language, self.languages) if speech.language else ""
         if not self.is_multilingual:

@@ -107,7 +107,7 @@ class DraftProposer(Proposer[LlamaRow]):
                 going = self._read_drafted(going)
         except InsufficientMemory:  # although there was to be room: start afresh
             self._readings.clear()
-            self._sequences.clear()
+            self._sequences.empty_cache()
             return {}
         return {one.row.key: one.tokens for one in drafting}
 

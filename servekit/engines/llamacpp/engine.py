@@ -166,7 +166,7 @@ class LlamaCppEngine(LoopedEngine):
 
         try:
             with phase("images"):
-                prompt = encoder.encode_media(make_probes(modality)[:1])
+                prompt = encoder.encode_chat(make_probes(modality)[:1])
                 params = SamplingParams(max_tokens=1, temperature=0.0)
                 job = Job(-1, prompt.ids, params, media=prompt.inputs)
                 check_job(job, self._limits)
@@ -260,7 +260,7 @@ class LlamaCppEngine(LoopedEngine):
     ) -> MediaPrompt:
         if self._media is None:
             return super().encode_media(messages, tools, template, continues)
-        return self._media.encode_media(messages, tools, template, continues)
+        return self._media.encode_chat(messages, tools, template, continues)
 
     def load_now(self) -> Load:
         load, runner = super().load_now(), self._runner

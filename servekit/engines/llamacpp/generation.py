@@ -58,7 +58,7 @@ class Piece:
 
 
 @dataclass(slots=True)
-class Plan:
+class PassPlan:
     """What a step reads: texts, then perhaps a piece of an image or a recording."""
 
     texts: list[tuple[Place, list[int]]] = field(default_factory=list)
@@ -185,7 +185,7 @@ class GenerationRunner:
         self.hangs = idle and self._wait_for_embeddings()
         return outputs
 
-    def _run_texts(self) -> tuple[Plan, list[_At], list[_Read]]:
+    def _run_texts(self) -> tuple[PassPlan, list[_At], list[_Read]]:
         """Plan and run a pass over tokens; make room if the cache is too full for it."""
         proposing = True
         while True:
@@ -248,14 +248,14 @@ class GenerationRunner:
             accepted += 1
         self._sequences.cut(place, read + accepted)
         if self._speculator is not None:
-            self._speculator.note(row.key, len(proposed), accepted)
+            self._speculator.note_proposal(row.key, len(proposed), accepted)
         return sane
 
     def _note_read(self, place: Place, tokens: list[int]) -> None:
         place.cached += tokens
         place.used = self._now
 
-    def _run_pass(self, plan: Plan) -> tuple[list[_At], list[_Read]]:
+    def _run_pass(self, plan: PassPlan) -> tuple[list[_At], list[_Read]]:
         """Compute a pass; return the places to sample, with their positions in the batch.
 
         Also returns the prompts whose log probabilities are wanted, with their last positions.
@@ -290,11 +290,11 @@ class GenerationRunner:
             self._forget_proposals(row)
         return output
 
-    def _plan_pass(self) -> Plan:
+    def _plan_pass(self) -> PassPlan:
         """Choose the tokens of each sequence for this step: generation first, then prompts."""
         active = self._sequences.active
         left = {place.id: _row_of(place).length - len(place.cached) for place in active}
-        room, scored, plan = self._step_tokens, PROMPT_OUTPUTS, Plan()
+        room, scored, plan = self._step_tokens, PROMPT_OUTPUTS, PassPlan()
         for place in sorted(active, key=lambda place: left[place.id] > 1):
             row, start = _row_of(place), len(place.cached)
             if self._encoder is not None and row.media is not None:
@@ -316,7 +316,7 @@ class GenerationRunner:
 
     # ---------------------------------------------------------------- proposals
 
-    def _find_proposals(self, plan: Plan) -> dict[str, list[int]]:
+    def _find_proposals(self, plan: PassPlan) -> dict[str, list[int]]:
         """Return proposed tokens for a step, by row's key; none beside prompts.
 
         All together fit into a pass, and into what is free of the cache.
@@ -326,16 +326,16 @@ class GenerationRunner:
             return {}  # a row that is tried alone is suspected, too
         free = self._context.capacity - self._sequences.count_cached()
         room = min(self._step_tokens, len(rows) + PROPOSED_OUTPUTS, free)
-        return self._speculator.propose(rows, room)
+        return self._speculator.make_proposals(rows, room)
 
     def _forget_proposals(self, row: LlamaRow) -> None:
         """Forget what is known of a row that has no place any more."""
         if self._speculator is not None:
-            self._speculator.forget(row.key)
+            self._speculator.forget_row(row.key)
 
     # ---------------------------------------------------------------- images and recordings
 
-    def _plan_piece(self, place: Place, plan: Plan) -> Piece | None:
+    def _plan_piece(self, place: Place, plan: PassPlan) -> Piece | None:
         """Return the next piece of an image, if its embeddings are there and the plan has room."""
         row, start = _row_of(place), len(place.cached)
         chunk = row.find_chunk(start)
@@ -369,7 +369,7 @@ class GenerationRunner:
             return []
         self._note_read(place, chunk.marks[span])
         if span.stop == chunk.count:
-            ChunkEncoder.release(chunk)
+            ChunkEncoder.drop_embeddings(chunk)
         return [(place, piece.count - 1)] if last else []
 
     def _end_unreadable(self) -> list[tuple[LlamaRow, StepOutput]]:
@@ -438,7 +438,7 @@ class GenerationRunner:
     def _zero_cache(self) -> None:
         for place in self._sequences.active:
             self._forget_proposals(_row_of(place))
-        self._sequences.clear()
+        self._sequences.empty_cache()
 
     # ---------------------------------------------------------------- room
 

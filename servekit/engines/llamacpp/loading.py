@@ -52,7 +52,7 @@ class Loaded:
     binding: Binding
     model: Model
     context: Context
-    plan: memory_fit.Plan
+    plan: memory_fit.MemoryPlan
     header: Header
     pooling: int | None  # pooling type of embeddings; None: the model generates
     projector: Projector | None = None  # of a model that reads images or recordings
@@ -148,7 +148,7 @@ def _plan_memory(
     pooling: int | None,
     projector: Header | None,
     drafts: DraftFile | None,
-) -> memory_fit.Plan:
+) -> memory_fit.MemoryPlan:
     cache_type = _cache_type(spec)
     most_tokens = spec.options.get("image_max_tokens")
     taken = 0 if projector is None else estimate_bytes(projector, most_tokens)
@@ -189,7 +189,7 @@ def _cache_type(spec: WorkerSpec) -> str:
 
 
 def _make_settings(
-    path: Path, plan: memory_fit.Plan, spec: WorkerSpec, pooling: int | None
+    path: Path, plan: memory_fit.MemoryPlan, spec: WorkerSpec, pooling: int | None
 ) -> Settings:
     options: dict[str, Any] = spec.options
     batch = _count_batch_tokens(spec, pooling)

@@ -67,7 +67,7 @@ class FitOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MemoryPlan:
     """The planned layers and context. `context` is the capacity of all sequences together.
 
     `cache_bytes` includes the draft model's cache.
@@ -140,7 +140,7 @@ def _cached_elements(file: Gguf) -> int:
         return 0
 
 
-def fit_memory(shape: Shape, options: FitOptions) -> Plan:
+def fit_memory(shape: Shape, options: FitOptions) -> MemoryPlan:
     """Plan the layers and context that fit.
 
     Raises LoadError with the calculation if nothing does.
@@ -154,7 +154,7 @@ def fit_memory(shape: Shape, options: FitOptions) -> Plan:
     return _make_plan(shape, options, 0, context, min(useful, room))
 
 
-def _on_gpus(shape: Shape, options: FitOptions, context: int) -> Plan:
+def _on_gpus(shape: Shape, options: FitOptions, context: int) -> MemoryPlan:
     """Plan all layers if they fit with the cache of one full context; otherwise as many as fit."""
     count = len(shape.layers)
     room = sum(max(0, budget - _workspace_bytes(shape, options)) for budget in options.budgets)
@@ -192,7 +192,7 @@ def _layers_that_fit(shape: Shape, room: int, per_layer: int) -> int:
 
 def _make_plan(
     shape: Shape, options: FitOptions, gpu_layers: int, context: int, tokens: int
-) -> Plan:
+) -> MemoryPlan:
     if tokens < context and options.max_context is not None:
         raise LoadError(
             f"A context of {context} tokens takes "
@@ -205,7 +205,7 @@ def _make_plan(
         raise LoadError(f"Memory is enough for a context of {context} tokens only.")
     tokens = -(-tokens // _ALIGNMENT) * _ALIGNMENT
     whole = gpu_layers > len(shape.layers)
-    return Plan(gpu_layers, context, tokens, tokens * _token_bytes(shape, options), whole)
+    return MemoryPlan(gpu_layers, context, tokens, tokens * _token_bytes(shape, options), whole)
 
 
 def _token_bytes(shape: Shape, options: FitOptions) -> int:

@@ -81,7 +81,7 @@ def _penalise_repeats(row: LlamaRow, logits: Logits) -> None:
 
 def _apply_grammar(constraint: Constraint, logits: Logits, *, avoid_end: bool) -> None:
     words = np.zeros(mask_words(constraint.vocab_size), np.int32)
-    constraint.fill(words, avoid_end=avoid_end)
+    constraint.fill_mask(words, avoid_end=avoid_end)
     allowed = np.unpackbits(words.view(np.uint8), bitorder="little")[: len(logits)]
     logits[allowed == 0] = -np.inf
 

@@ -108,7 +108,7 @@ class Sequences:
             self.cut(min(ended, key=lambda place: place.used), 0)
         return bool(ended)
 
-    def clear(self) -> None:
+    def empty_cache(self) -> None:
         """Empty the cache and its memory: values of removed tokens would still be multiplied."""
         for place in self.places:
             place.row = None

@@ -68,7 +68,7 @@ class MediaEncoder:
     def modalities(self) -> tuple[Modality, ...]:
         return tuple(self._marks)
 
-    def encode_media(
+    def encode_chat(
         self,
         messages: Sequence[ChatMessage],
         tools: Sequence[Mapping[str, Any]] = (),

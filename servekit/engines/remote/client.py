@@ -175,7 +175,7 @@ class Endpoint:
         self, call: EndpointCall, retries: int
     ) -> tuple[Reply, httpx.Response]:
         for attempt in range(retries + 1):
-            sent = await self.pace.await_turn(call.tokens)
+            sent = await self.pace.await_turn(call.prompt_tokens)
             try:
                 return await self._ask_once(call, sent)
             except Refused as refused:

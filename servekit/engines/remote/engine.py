@@ -272,20 +272,20 @@ class OpenAIEngine(TextEngine):
         return False
 
     async def _stream_answer(self, job_id: int, task: EndpointCall, reply: Reply) -> None:
-        answer = ResponseParser(task.request, task.tokens, self._most_chars)
+        answer = ResponseParser(task.request, task.prompt_tokens, self._most_chars)
 
         def queue_piece() -> None:
             if not answer.empty:
                 self._queue_output(answer.piece(job_id))
 
         await read_reply(reply, answer, queue_piece)
-        self._pace.correct_estimate(reply.sent, answer.prompt_tokens + answer.tokens)
+        self._pace.correct_estimate(reply.sent, answer.prompt_tokens + answer.completion_tokens)
         self._queue_output(answer.piece(job_id, last=True))
         await drain_reply(reply)
 
     async def _embed_inputs(self, job_id: int, task: EndpointCall, reply: Reply) -> None:
         found, used = parse_vectors(await reply.read_all(), len(task.request.inputs))
-        tokens = task.tokens if used is None else used
+        tokens = task.prompt_tokens if used is None else used
         self._pace.correct_estimate(reply.sent, tokens)
         self._queue_output(TextOutput(job_id, [], "stop", vectors=found, prompt_tokens=tokens))
 

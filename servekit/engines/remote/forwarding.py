@@ -42,7 +42,7 @@ class ForwardCall(EndpointCall):
         return headers | ({"traceparent": self.request.trace} if self.request.trace else {})
 
     @property
-    def tokens(self) -> int:
+    def prompt_tokens(self) -> int:
         """Nothing is known of the tokens."""
         return 0
 
@@ -93,7 +93,11 @@ class Window:
 
 async def read_parts(reply: Reply, window: Window) -> AsyncIterator[HttpPart]:
     """Yield the parts of a response as fast as the client reads. Raises EndpointFailed."""
-    headers = tuple((name.lower(), value) for name, value in reply.headers if _is_kept(name))
+    headers = tuple(
+        (name.lower(), value)
+        for name, value in reply.headers
+        if name.decode("latin-1").lower() in _HEADERS
+    )
     part = HttpPart(await reply.read_next(), reply.status, headers)
     yield part
     while part.data:
@@ -143,7 +147,3 @@ class _Usage(msgspec.Struct):
 
 class _Counted(msgspec.Struct):
     usage: _Usage | None = None
-
-
-def _is_kept(name: bytes) -> bool:
-    return name.decode("latin-1").lower() in _HEADERS

@@ -58,7 +58,7 @@ class EndpointCall:
         return _HEADERS | {"traceparent": trace} if trace else _HEADERS
 
     @property
-    def tokens(self) -> int:
+    def prompt_tokens(self) -> int:
         """Estimated number of prompt tokens."""
         media = [one for message in self.request.messages or () for one in message.media]
         text_bytes = len(self.body) - sum(len(one.data) for one in media) * 4 // 3

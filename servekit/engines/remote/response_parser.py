@@ -108,9 +108,10 @@ class ResponseParser:
             raise wrong_answer("it continues a tool call after the next has started")
         arguments = function.arguments
         if arguments:
-            written = arguments if isinstance(arguments, str) else _write_arguments(arguments)
+            if not isinstance(arguments, str):
+                arguments = msgspec.json.encode(arguments).decode()
             self._argued = True
-            self._keep_text(written.translate(_UNMARKED))
+            self._keep_text(arguments.translate(_UNMARKED))
 
     def _call_index(self, call: Called, function: Function) -> int:
         """Return the index of a call: by its id, otherwise by its index; a new call is the next."""
@@ -203,7 +204,8 @@ class ResponseParser:
         output.prompt_tokens = self.prompt_tokens if self.counted else 0
         if last:
             output.finish, output.stop = self.finish, self._stop
-            output.prompt_tokens, output.completion_tokens = self.prompt_tokens, self.tokens
+            output.prompt_tokens = self.prompt_tokens
+            output.completion_tokens = self.completion_tokens
         return output
 
     @property
@@ -212,7 +214,7 @@ class ResponseParser:
         return max(0, self._counts[0] - self._before) if self.counted else self._estimate
 
     @property
-    def tokens(self) -> int:
+    def completion_tokens(self) -> int:
         """The endpoint's count of completion tokens, or an estimate if it reports none."""
         if self.counted:
             return self._before + self._counts[1]
@@ -232,7 +234,3 @@ def _list_texts(content: str | list[Any] | None) -> list[tuple[str, str]]:
         elif isinstance(thinking := part.get("thinking"), list):
             found += [(THOUGHT, text) for _, text in _list_texts(thinking)]
     return found
-
-
-def _write_arguments(arguments: Any) -> str:
-    return msgspec.json.encode(arguments).decode()

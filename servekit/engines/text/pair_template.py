@@ -69,7 +69,7 @@ class PairTemplate:
         """Return whether the template shows an instruction."""
         return _INSTRUCTION in self._try_render(_QUERY, _DOCUMENT, _INSTRUCTION)
 
-    def fill(self, query: str, document: str, instruction: str = "") -> FilledPrompt:
+    def render_pair(self, query: str, document: str, instruction: str = "") -> FilledPrompt:
         """Return the prompt of a pair; "" stands for the default instruction.
 
         Raises RequestError if the template refuses.

@@ -147,7 +147,7 @@ class Constraint:
                 return True
         return False
 
-    def fill(self, mask: NDArray[np.int32], *, avoid_end: bool) -> None:
+    def fill_mask(self, mask: NDArray[np.int32], *, avoid_end: bool) -> None:
         """Set the bits of the allowed next tokens; `mask` is int32 [vocabulary / 32].
 
         With `avoid_end` the text continues for as long as it can. After a failure the mask allows

@@ -162,7 +162,7 @@ class TokenizerCodec(Prompts):
         self, text: str, second: str | None = None, instruction: str = ""
     ) -> TokenizedText:
         if second is not None and self._pairs is not None:
-            return self._encode_prompt(self._pairs.fill(text, second, instruction))
+            return self._encode_prompt(self._pairs.render_pair(text, second, instruction))
         return self._encoder.encode_pair(text, second)
 
     def _encode_prompt(self, prompt: FilledPrompt) -> TokenizedText:

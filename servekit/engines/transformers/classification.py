@@ -7,6 +7,7 @@ to models that have them. The scores are those that vLLM returns: see `choose_ac
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from inspect import signature
 from itertools import zip_longest
 from typing import Any, TypeVar
@@ -63,7 +64,7 @@ class ClassificationRunner(PoolingRunner):
         """Return the logits of texts, float32 [texts, labels]."""
         return self.run_texts(texts, self._complete_types(texts, []))[0]
 
-    def forward(self, ids: Tensor, mask: Tensor, types: Tensor | None) -> tuple[Tensor, ...]:
+    def run_forward(self, ids: Tensor, mask: Tensor, types: Tensor | None) -> tuple[Tensor, ...]:
         """Return the logits and the scores, float32 [texts, labels]."""
         more = {} if types is None else {"token_type_ids": types}
         logits: Tensor = self._model(input_ids=ids, attention_mask=mask, **more).logits.float()
@@ -94,15 +95,11 @@ def choose_activation(config: Any) -> Activation:
         return torch.sigmoid
     if problem is None and named and not named.endswith(".Softmax"):
         return find_activation(named)
-    return torch.sigmoid if config.num_labels < 2 else _softmax
+    return torch.sigmoid if config.num_labels < 2 else partial(torch.softmax, dim=-1)
 
 
 def _keep(logits: Tensor) -> Tensor:
     return logits
-
-
-def _softmax(logits: Tensor) -> Tensor:
-    return torch.softmax(logits, dim=-1)
 
 
 def make_classification_runner(

@@ -67,7 +67,7 @@ class PoolingRunner(EmbedRunner):
         self.capacity = capacity
 
     @abstractmethod
-    def forward(self, ids: Tensor, mask: Tensor, types: Tensor | None) -> tuple[Tensor, ...]:
+    def run_forward(self, ids: Tensor, mask: Tensor, types: Tensor | None) -> tuple[Tensor, ...]:
         """Return the outputs of texts, float32 [texts, …].
 
         The arguments are [texts, tokens], with padding on the right; `mask` is 1 for a token.
@@ -81,7 +81,8 @@ class PoolingRunner(EmbedRunner):
 
         `types` are the token types of each text, or None for models without.
         """
-        device, run = self._model.device, self._graphs.run if self._graphs else self.forward
+        device = self._model.device
+        run = self._graphs.run_shape if self._graphs else self.run_forward
         ids, mask = self._pad_texts(texts, self._pad)
         kinds = None if types is None else self._pad_texts(types, 0)[0].to(device)
         return tuple(output.cpu() for output in run(ids.to(device), mask.to(device), kinds))
@@ -138,7 +139,7 @@ class PoolingRunner(EmbedRunner):
         """Prepare for graphs; there is no KV cache."""
         if self._graph_tokens:
             self._graphs = ShapeGraphs(
-                self.forward, self._model.device, self._pad, self._graph_tokens
+                self.run_forward, self._model.device, self._pad, self._graph_tokens
             )
 
     def drop_pages(self) -> None:
@@ -196,7 +197,7 @@ class EmbeddingRunner(PoolingRunner):
         super().__init__(model, pad, capacity, budget)
         self._pooling = pooling
 
-    def forward(self, ids: Tensor, mask: Tensor, types: Tensor | None) -> tuple[Tensor, ...]:
+    def run_forward(self, ids: Tensor, mask: Tensor, types: Tensor | None) -> tuple[Tensor, ...]:
         hidden: Tensor = self._model(input_ids=ids, attention_mask=mask).last_hidden_state
         return (self._pooling(hidden, mask),)
 

@@ -213,7 +213,7 @@ class TransformersEngine(LoopedEngine):
         try:
             for number, message in enumerate(make_probes(modality)):
                 prompt, params = (
-                    encoder.encode_media([message]),
+                    encoder.encode_chat([message]),
                     SamplingParams(max_tokens=_PROBE_TOKENS),
                 )
                 id = -1 - number - 2 * MODALITIES.index(modality)
@@ -242,7 +242,7 @@ class TransformersEngine(LoopedEngine):
         self._take(EmbedRow(self._key(job.id), job))
 
     def read_recording(self, file: bytes, speech: SpeechParams) -> object:
-        return self._transcription_runner().reader.read_recording(file, speech)
+        return self._transcription_runner().reader.read_speech(file, speech)
 
     def transcribe(self, job: SpeechJob) -> None:
         self._transcription_runner()
@@ -312,7 +312,7 @@ class TransformersEngine(LoopedEngine):
     ) -> MediaPrompt:
         if self._media is None:
             return super().encode_media(messages, tools, template, continues)
-        return self._media.encode_media(messages, tools, template, continues)
+        return self._media.encode_chat(messages, tools, template, continues)
 
     def sleep(self) -> None:
         self.between_steps(self._sleep_state.sleep)

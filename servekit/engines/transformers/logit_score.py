@@ -47,7 +47,7 @@ class LogitScoreRunner(ClassificationRunner):
         if "logits_to_keep" in signature(model.forward).parameters:
             self._last = {"logits_to_keep": 1}
 
-    def forward(self, ids: Tensor, mask: Tensor, types: Tensor | None) -> tuple[Tensor, ...]:
+    def run_forward(self, ids: Tensor, mask: Tensor, types: Tensor | None) -> tuple[Tensor, ...]:
         tokens = ids.shape[1]
         moved = (torch.arange(tokens, device=ids.device) + mask.sum(1, keepdim=True)) % tokens
         ids, mask = ids.gather(1, moved), mask.gather(1, moved)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ def _read_modules(folder: Path, device: torch.device) -> Pooling:
             case "Dense":
                 layers.append(_read_dense(path, device))
             case "Normalize":
-                layers.append(_normalise_vectors)
+                layers.append(partial(nn.functional.normalize, dim=-1))
             case _:
                 raise LoadError(f"Embeddings that go through a {kind} layer are not supported.")
     if not modes:
@@ -134,10 +135,6 @@ def _choose_modes(config: dict[str, Any]) -> tuple[Mode, ...]:
         raise LoadError(f"Pooling by {', '.join(sorted(unknown))} is not supported.")
     chosen = {name for name, (switch, _) in _MODES.items() if name in names or config.get(switch)}
     return tuple(mode for name, (_, mode) in _MODES.items() if name in chosen)
-
-
-def _normalise_vectors(vectors: Tensor) -> Tensor:
-    return nn.functional.normalize(vectors, dim=-1)
 
 
 def _read_dense(path: Path, device: torch.device) -> Layer:

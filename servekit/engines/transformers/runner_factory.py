@@ -272,7 +272,7 @@ def _plan_cache(
     context: int,
     ranks: Ranks | None,
     draft: Draft | None,
-) -> kv_cache.Plan:
+) -> kv_cache.CachePlan:
     """Return the cache plan of one rank; configured sizes are totals of all ranks."""
     options, count = spec.options, 1 if ranks is None else ranks.size
     available = _available_bytes(model, spec, ranks)

@@ -248,7 +248,7 @@ class Masks:
         self._size = 32 * words
         self._bits = np.zeros((len(bound), words), np.int32)
         for bits, (_, constraint, end_unwanted) in zip(self._bits, bound, strict=True):
-            constraint.fill(bits, avoid_end=end_unwanted)
+            constraint.fill_mask(bits, avoid_end=end_unwanted)
 
     def apply(self, logits: Tensor) -> None:
         """Change `logits` [rows, vocabulary] in place, only in rows with a grammar."""

@@ -30,7 +30,7 @@ class _Shape:
     inputs: tuple[Tensor, Tensor, Tensor | None]
     outputs: tuple[Tensor, ...] = ()
 
-    def fill(self, pad: int, ids: Tensor, mask: Tensor, types: Tensor | None) -> None:
+    def copy_batch(self, pad: int, ids: Tensor, mask: Tensor, types: Tensor | None) -> None:
         """Copy a batch in; the texts that fill it up are a padding token each."""
         texts, tokens = ids.shape
         for into, given, filler in zip(self.inputs, (ids, mask, types), (pad, 0, 0), strict=True):
@@ -60,7 +60,7 @@ class ShapeGraphs:
         """The reason why a graph could not be recorded, else ""."""
         return self._graphs.failure
 
-    def run(self, ids: Tensor, mask: Tensor, types: Tensor | None) -> tuple[Tensor, ...]:
+    def run_shape(self, ids: Tensor, mask: Tensor, types: Tensor | None) -> tuple[Tensor, ...]:
         """Return what `Forward` returns; the tensors are valid until the next call."""
         texts, tokens = ids.shape
         key = (round_up(texts, 1), round_up(tokens, 2, _LENGTH_STEP))
@@ -71,10 +71,10 @@ class ShapeGraphs:
             more = None if types is None else types.new_empty(key)
             self._shapes[key] = _Shape((ids.new_empty(key), mask.new_empty(key), more))
         shape = self._shapes[key]
-        shape.fill(self._pad, ids, mask, types)
+        shape.copy_batch(self._pad, ids, mask, types)
         if known:
             changed = shape.outputs[0]
-            self._graphs.run(key, lambda: self._compute(shape), changed, rehearsed=True)
+            self._graphs.run_graph(key, lambda: self._compute(shape), changed, rehearsed=True)
         else:
             shape.outputs = tuple(output.clone() for output in self._forward(*shape.inputs))
         return tuple(output[:texts] for output in shape.outputs)

@@ -318,7 +318,7 @@ class VllmEngine(Engine):
     ) -> MediaPrompt:
         if self._media is None:
             return super().encode_media(messages, tools, template, continues)
-        return self._media.encode_media(messages, tools, template, continues)
+        return self._media.encode_chat(messages, tools, template, continues)
 
     def load_adapter(self, adapter: AdapterSpec) -> AdapterInfo:
         return self._loaded_adapters().load(adapter)

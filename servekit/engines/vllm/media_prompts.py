@@ -72,7 +72,7 @@ def prove_media(
     for modality in encoder.modalities:
         try:
             with phase("images"):
-                probes.read_media(encoder.encode_media(make_probes(modality)[:1]))
+                probes.read_media(encoder.encode_chat(make_probes(modality)[:1]))
             read.append(modality)
         except EngineFailed as error:
             without = f"`limit_mm_per_prompt: {{{_NAMES[modality]}: 0}}`"

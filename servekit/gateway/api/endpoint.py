@@ -192,7 +192,7 @@ async def _relay(response: Response, events: AsyncIterator[bytes]) -> None:
     writable = asyncio.Event()
     response.on_writable = writable.set
     async for part in events:
-        while not response.open:
+        while not response.is_writable:
             writable.clear()
             await writable.wait()
         response.write(part)

@@ -163,7 +163,7 @@ class Forwarding:
         call = ForwardedRequest(route.status.name, http, found.body, api_key(headers))
         if self._router.chooses:
             call.session = session_of(headers)
-        self._router.open(call)
+        self._router.queue_call(call)
         return call
 
     def _find(self, path: str, model: str) -> ModelQueue:

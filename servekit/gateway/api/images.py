@@ -69,7 +69,7 @@ def read_file(data: bytes, where: str, param: str | None = None) -> Media:
     return Media(data, kind)
 
 
-def read_recording(text: str, where: str) -> Media:
+def read_base64_audio(text: str, where: str) -> Media:
     """Return the recording that base64, or a `data:` URI, stands for. Raises RequestError."""
     if (found := _DATA_URI.match(text)) is not None:
         text = text[found.end() :]

@@ -120,9 +120,8 @@ def _fields(kind: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct] | None
 
 def _options_of(annotation: Any) -> type[msgspec.Struct] | None:
     """Return the struct that a field holds, itself or null."""
-    if _is_struct(annotation):
-        found: type[msgspec.Struct] = annotation
-        return found
+    if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
+        return annotation
     inner = get_args(annotation)
     if get_origin(annotation) is Annotated:
         return _options_of(inner[0])
@@ -130,10 +129,6 @@ def _options_of(annotation: Any) -> type[msgspec.Struct] | None:
         kinds = [kind for kind in inner if kind is not NoneType]
         return _options_of(kinds[0]) if len(kinds) == 1 else None
     return None
-
-
-def _is_struct(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, msgspec.Struct)
 
 
 #: One for the process, which is one gateway.

@@ -175,7 +175,7 @@ class ChoiceStream(msgspec.Struct, eq=False):
 class Generation:
     """The answers to one `GenerationRequest`.
 
-    The calls are opened at once: the constructor raises the errors of `Router.open`, and
+    The calls are opened at once: the constructor raises the errors of `Router.queue_call`, and
     Unsupported.
     """
 
@@ -198,8 +198,10 @@ class Generation:
         try:
             route = router.find(request.model)
         except ModelNotFound:
-            # `open` refuses it in the same words, and counts the refusal
-            router.open(InflightRequest(request.model, request.params, messages=request.messages))
+            # `queue_call` refuses it in the same words, and counts the refusal
+            router.queue_call(
+                InflightRequest(request.model, request.params, messages=request.messages)
+            )
             raise
         status = route.status
         if request.template_defaults or isinstance(route, PresetRoute):
@@ -236,7 +238,7 @@ class Generation:
             self._whole = [Choice() for _ in choices]
         try:
             for choice in choices:
-                router.open(choice.call, request.timeout_s)
+                router.queue_call(choice.call, request.timeout_s)
         except BaseException:
             self.cancel()
             raise
@@ -295,7 +297,7 @@ class Generation:
             else:
                 choice.call.reader = reader
 
-    def run(self) -> None:
+    def read_news(self) -> None:
         """Wake the iterator."""
         assert self._news is not None
         self._news.set()

@@ -96,13 +96,13 @@ class StreamWriter:
         self._frame: tuple[bytes, bytes] | None = None  # if its text is the answer as it is
         self._place: int | None = None  # the last queue position sent
         generation.read_by(self)
-        response.on_writable = self.run
+        response.on_writable = self.read_news
         response.on_gone = generation.cancel
         if generation.request.follow and generation.request.stream:
             response.begin_stream(encoder.headers)
-            self.run()
+            self.read_news()
 
-    def run(self) -> None:
+    def read_news(self) -> None:
         """Write the news; called when some has come, and when the client reads again.
 
         Never raises, because the readers behind it in `EndOfTick` would not run.
@@ -111,7 +111,7 @@ class StreamWriter:
             call = self._call
             if call is not None and not call.done:
                 # written out: nearly all tokens come this way
-                if (texts := call.texts) and (response := self._response).open:
+                if (texts := call.texts) and (response := self._response).is_writable:
                     if len(texts) == 1:
                         text = texts.pop()
                     else:
@@ -125,7 +125,10 @@ class StreamWriter:
                         response.write(self._encode(text))
             elif self._generation.request.stream:
                 self._write_stream()
-            elif self._response.open and (choices := self._generation.collect_whole()) is not None:
+            elif (
+                self._response.is_writable
+                and (choices := self._generation.collect_whole()) is not None
+            ):
                 body = self._encoder.encode_response(self._generation, choices)
                 self._response.send_json(body)
         except RequestError as error:
@@ -138,9 +141,9 @@ class StreamWriter:
 
     def _write_stream(self) -> None:
         response, generation = self._response, self._generation
-        if generation.request.follow and response.open:
+        if generation.request.follow and response.is_writable:
             self._tell_place()
-        while response.open and (chunks := generation.collect()):
+        while response.is_writable and (chunks := generation.collect()):
             opening = b"" if self._opened else self._open()
             data = opening + self._encoder.encode_chunks(generation, chunks)
             if done := generation.done:

@@ -120,10 +120,6 @@ def _most_connections() -> int:
     return files - kept
 
 
-def _most_spares() -> int:
-    return _files()[1] // 4
-
-
 @dataclass(frozen=True, slots=True)
 class Limits:
     """The limits of a connection: `header_s` for a whole header, `body_s` for silence in a body.
@@ -145,7 +141,7 @@ class Limits:
     #: the spare ones above it the oldest is closed for each over `most_spares`: without a file
     #: descriptor for the next connection, the kernel's queue would be closed, health checks too.
     most_connections: int = field(default_factory=_most_connections)
-    most_spares: int = field(default_factory=_most_spares)
+    most_spares: int = field(default_factory=lambda: _files()[1] // 4)
 
 
 LIMITS = Limits()

@@ -208,7 +208,7 @@ class Http(LimitedProtocol):
         super().connection_lost(exc)
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
-            exchange.disconnected, exchange.open = True, False
+            exchange.disconnected, exchange.is_writable = True, False
             if isinstance(cast(Any, self.cycle), FastResponse):
                 # breaks a reference cycle, which the garbage collector would find late
                 self.cycle = cast(Any, None)
@@ -217,18 +217,18 @@ class Http(LimitedProtocol):
             if gone is not None:
                 gone()
             if not exchange.response_complete:
-                RECORDER.note(exchange.path, ClientClosed.status, exchange.origin)
+                RECORDER.note_request(exchange.path, ClientClosed.status, exchange.origin)
 
     def pause_writing(self) -> None:
         super().pause_writing()
         if self._exchange is not None:
-            self._exchange.open = False
+            self._exchange.is_writable = False
 
     def resume_writing(self) -> None:
         super().resume_writing()
         exchange = self._exchange
         if exchange is not None and not (exchange.response_complete or exchange.disconnected):
-            exchange.open = True
+            exchange.is_writable = True
             if exchange.on_writable is not None:
                 exchange.on_writable()
 

@@ -69,7 +69,7 @@ class Response(Protocol):
         """Return the request's headers by lower-case name, the last of those that come twice."""
 
     @property
-    def open(self) -> bool:
+    def is_writable(self) -> bool:
         """Return whether the response can be written to now."""
 
     def send_json(self, body: bytes) -> None:
@@ -172,11 +172,11 @@ class FastResponse:
         "extra",
         "handler",
         "headers",
+        "is_writable",
         "joined",
         "keep_alive",
         "on_gone",
         "on_writable",
-        "open",
         "origin",
         "path",
         "protocol",
@@ -200,7 +200,7 @@ class FastResponse:
         self.response_complete = False
         self.status = 0
         self.disconnected = False
-        self.open = True  # both fast paths begin only where the client reads
+        self.is_writable = True  # both fast paths begin only where the client reads
         self.extra: tuple[Header, ...] = ()  # response headers that `AuthMiddleware` adds
         self.on_gone: Callable[[], None] | None = None
         self.on_writable: Callable[[], None] | None = None
@@ -294,9 +294,9 @@ class FastResponse:
         return b"%bx-request-id: %b\r\n" % (head, self.origin.id)
 
     def _complete(self) -> None:
-        self.response_complete, self.open = True, False
+        self.response_complete, self.is_writable = True, False
         self.on_gone = self.on_writable = None
-        RECORDER.note(self.path, self.status, self.origin)
+        RECORDER.note_request(self.path, self.status, self.origin)
         if not self.keep_alive:
             self.protocol.transport.close()
         self.protocol.answered()
@@ -305,7 +305,7 @@ class FastResponse:
 class AsgiResponse:
     """A request and its response over ASGI, for requests that the fast path does not take.
 
-    While `send` waits for a slow client, the response is not `open`, so that later output stays
+    While `send` waits for a slow client, the response is not writable, so that later output stays
     with its producer.
     """
 
@@ -322,7 +322,7 @@ class AsgiResponse:
         self._news = asyncio.Event()
 
     @property
-    def open(self) -> bool:
+    def is_writable(self) -> bool:
         return not (self._complete or self._unsent)
 
     def send_json(self, body: bytes, status: int = 200, headers: tuple[Header, ...] = ()) -> None:

@@ -218,7 +218,7 @@ class ModelQueue:
         while self.queue.size and self.has_room:
             call = self.queue.pop()
             if (replica := self.best(call)) is not None:
-                replica.run(call)
+                replica.send_call(call)
 
     def _fill(self, replica: WorkerConnection) -> None:
         while self.queue.size and replica.credits > 0:
@@ -236,7 +236,7 @@ class ModelQueue:
     def _send(self, replica: WorkerConnection, call: InflightRequest) -> None:
         if len(self.replicas) > 1:
             self._balancer.record_call(replica, call)
-        replica.run(call)
+        replica.send_call(call)
 
     def _place_choosy(self) -> None:
         """Send the calls that wait for certain replicas, if these have room."""

@@ -125,7 +125,7 @@ class Quarantine:
             self.held[at] = held._replace(like="" if like in self._harmless else like)
         return entry
 
-    def clear(self, model: str, call: InflightRequest) -> None:
+    def clear_likeness(self, model: str, call: InflightRequest) -> None:
         """Stop refusing requests by a likeness of which this call has come through."""
         if any(held.like for held in self.held.values()):
             like = text_fingerprint(model, call)

@@ -46,7 +46,7 @@ class Reader(Protocol):
 
     end_of_tick: EndOfTick
 
-    def run(self) -> None:
+    def read_news(self) -> None:
         """Read the news; this must not raise, because the readers behind it would not run."""
 
 

@@ -1,7 +1,7 @@
 """The router: one bounded queue per model, and the choice of a replica for each request.
 
-HTTP and Gradio requests both enter by `Router.open`. A waiting request can be cancelled, time out,
-learn its position, or go to any replica; a worker only gets as many requests as it has slots.
+HTTP and Gradio requests both enter by `Router.queue_call`. A waiting request can be cancelled, time
+out, learn its position, or go to any replica; a worker only gets as many requests as it has slots.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class Router:
                 if (one.ready or one.available) and self.access.may_use(one.status.name, name):
                     yield one
 
-    def open(self, call: InflightRequest, timeout_s: float | None = None) -> InflightRequest:
+    def queue_call(self, call: InflightRequest, timeout_s: float | None = None) -> InflightRequest:
         """Queue a call and run it as soon as there is room.
 
         Raises ModelNotFound, Forbidden, RateLimited, ModelUnavailable, QueueFull or
@@ -190,7 +190,7 @@ class Router:
             self._line_up(route, call, size_bytes)
             return call
         if replica is not None:
-            replica.run(call)
+            replica.send_call(call)
         else:
             route.queue.push(call, call.key, call.priority, call.created_s, size_bytes)
             if not waits:  # else they are asked for already
@@ -539,9 +539,9 @@ class Router:
 
     def _clear(self, call: InflightRequest) -> None:
         if self.quarantine.held and call.route is not None:
-            self.quarantine.clear(call.route.status.name, call)
+            self.quarantine.clear_likeness(call.route.status.name, call)
         if call.suspect is not None:
-            self.sources.clear(call.suspect)
+            self.sources.clear_suspect(call.suspect)
             call.suspect = None
         if self.sources.deaths:
             self.sources.pass_through(source_of(call), alone=bool(call.alone_until))

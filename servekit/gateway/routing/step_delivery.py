@@ -46,7 +46,7 @@ class EndOfTick:
     def _pop(self) -> None:
         due, self._due = self._due, {}
         for reader in due:
-            reader.run()
+            reader.read_news()
 
 
 def feed_step(calls: Mapping[int, InflightRequest], told: TokenBatch) -> None:

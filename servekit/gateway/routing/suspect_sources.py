@@ -230,7 +230,7 @@ class Sources:
             suspect.deaths.append(death)
         self._report(death)
 
-    def clear(self, suspect: Suspect) -> None:
+    def clear_suspect(self, suspect: Suspect) -> None:
         """Clear a suspect that has brought tokens or an answer."""
         for death in suspect.deaths:
             death.open -= 1

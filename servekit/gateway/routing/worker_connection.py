@@ -214,7 +214,7 @@ class WorkerConnection:
         self._renew()
         self.owner.on_free(self)
 
-    def run(self, call: InflightRequest) -> None:
+    def send_call(self, call: InflightRequest) -> None:
         """Send a call to this worker; the caller has checked `credits`."""
         assert self._connection is not None
         self.last_id += 1

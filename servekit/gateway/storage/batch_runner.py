@@ -154,7 +154,7 @@ class BatchRunner(LeaseRunner[Batch]):
         BATCHED.set(True)  # in this task, and those that it starts
         room = asyncio.Semaphore(max(1, self._rules.concurrent))
 
-        async def run(number: int, line: _Line) -> None:
+        async def run_line(number: int, line: _Line) -> None:
             try:
                 good, result = await self._answer(batch, line)
                 await self._save(batch, number, good, result)
@@ -167,7 +167,7 @@ class BatchRunner(LeaseRunner[Batch]):
                     await self._refuse(batch, number, line)
                     continue
                 await room.acquire()
-                group.create_task(run(number, line))
+                group.create_task(run_line(number, line))
 
     async def _lines_left(
         self, batch: Batch, path: Path

@@ -90,7 +90,7 @@ class LeaseRunner(Generic[_Row]):
         """Run a row to its end, or until it cannot go on now: then it is claimed again."""
         raise NotImplementedError
 
-    async def run(self) -> None:
+    async def run_held_rows(self) -> None:
         """Run rows until cancelled."""
         try:
             while True:

@@ -125,14 +125,14 @@ class ResponseStore:
         self._writing[id] = written
         loop = asyncio.get_running_loop()
 
-        def forget() -> None:
+        def note_written() -> None:
             self._pending_bytes -= size_bytes
             self._writing.pop(id, None)
             written.exception()  # the log has it
 
         def on_written(_: Future[None]) -> None:
             with contextlib.suppress(RuntimeError):  # the event loop has ended
-                loop.call_soon_threadsafe(forget)
+                loop.call_soon_threadsafe(note_written)
 
         written.add_done_callback(on_written)
 

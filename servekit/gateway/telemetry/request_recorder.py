@@ -40,7 +40,7 @@ class RequestRecorder:
         self._lost = 0
         self._failing = False
 
-    def note(self, path: str | bytes, status: int, origin: RequestContext) -> None:
+    def note_request(self, path: str | bytes, status: int, origin: RequestContext) -> None:
         """Note a request whose answer has ended. Called on the hot path: no object is kept."""
         if not self.on:
             return
@@ -58,7 +58,7 @@ class RequestRecorder:
         """
         fails = status >= 400 and status != ClientClosed.status
         if fails or not (path in _UNLOGGED or path.startswith(_UNLOGGED_FOLDERS)):
-            self.note(path, status, origin)
+            self.note_request(path, status, origin)
 
     @property
     def has_pending(self) -> bool:

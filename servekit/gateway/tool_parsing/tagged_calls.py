@@ -183,7 +183,7 @@ def _read_value(
         return
     calls.argue('"')
     found = yield from scanner.read_until_marker(
-        ends, lambda text: calls.argue(_escape_json(text)), strip=False
+        ends, lambda text: calls.argue(json.dumps(text, ensure_ascii=False)[1:-1]), strip=False
     )
     if not found:
         raise ParseError
@@ -198,7 +198,3 @@ def _as_json(written: str) -> str:
     if is_json(stripped) and not stripped.startswith('"'):
         return stripped
     return json.dumps(written, ensure_ascii=False)
-
-
-def _escape_json(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]

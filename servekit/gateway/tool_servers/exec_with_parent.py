@@ -13,7 +13,7 @@ import sys
 from servekit.system.parent_death import die_with
 
 
-def main(parent_pid: int, command: list[str]) -> None:
+def exec_command(parent_pid: int, command: list[str]) -> None:
     """Run the command in place of this process. Its parent's limit of memory is not for it."""
     die_with(parent_pid)
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -25,4 +25,4 @@ def main(parent_pid: int, command: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    exec_command(int(sys.argv[1]), sys.argv[2:])

@@ -207,7 +207,7 @@ def make_client(address: McpServer) -> Any:
 _MARKS = (MARK, CHILD_MARK, TOOL_MARK)
 
 
-async def run(out: BinaryIO) -> None:
+async def answer_calls(out: BinaryIO) -> None:
     """Connect to the server that the gateway names, and answer its calls."""
     loop = asyncio.get_running_loop()
     commands = asyncio.StreamReader()
@@ -224,7 +224,7 @@ async def run(out: BinaryIO) -> None:
         out.flush()
 
 
-def main(parent_pid: int) -> None:
+def serve_tools(parent_pid: int) -> None:
     """Serve until the gateway closes stdin; what others print goes to the log."""
     die_with(parent_pid)
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -232,8 +232,8 @@ def main(parent_pid: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    asyncio.run(run(out))
+    asyncio.run(answer_calls(out))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    serve_tools(int(sys.argv[1]))

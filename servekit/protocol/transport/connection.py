@@ -16,7 +16,7 @@ import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
 import msgspec
 
@@ -43,6 +43,8 @@ TOGETHER = 8
 #: Above so much unsent data, optional messages should not be sent; see `crowded`.
 CROWDED_BYTES = 16 * 2**20
 _READ_BYTES = 256 * 2**10
+#: Time allowed for the last messages to reach the supervisor.
+_CLOSE_S = 1.0
 
 Incoming = TypeVar("Incoming")
 _encode = msgspec.msgpack.Encoder().encode
@@ -293,6 +295,32 @@ async def adopt_socket(sock: socket.socket, factory: Factory) -> Connection[Any]
     loop = asyncio.get_running_loop()
     _, connection = await loop.create_unix_connection(factory, sock=sock)
     return connection
+
+
+class SocketChannel:
+    """The channel of a process to a supervisor on its machine: a socket it was started with."""
+
+    incoming: ClassVar[Any]  # the union of messages from a supervisor
+
+    def __init__(self, control: socket.socket) -> None:
+        self._socket = control
+        self._connection: Connection[Any] | None = None
+
+    async def open(
+        self, on_message: Callable[[Any], None], on_end: Callable[[Exception | None], None]
+    ) -> None:
+        self._connection = connection = Connection[Any](self.incoming, on_message, on_end)
+        await adopt_socket(self._socket, lambda: connection)
+
+    def send(self, message: msgspec.Struct) -> None:
+        if self._connection is not None:
+            self._connection.send(message)
+
+    async def close(self) -> None:
+        """Send everything queued, then close."""
+        if self._connection is not None:
+            self._connection.close()
+            await asyncio.wait((self._connection.closed,), timeout=_CLOSE_S)
 
 
 async def listen_at(

@@ -54,7 +54,7 @@ class Sockets:
     def __init__(self) -> None:
         self._open: dict[tuple[str, int], socket.socket] = {}
 
-    def open(self, wanted: Sequence[tuple[str, int]]) -> list[int]:
+    def open_sockets(self, wanted: Sequence[tuple[str, int]]) -> list[int]:
         """Listen on exactly these hosts and ports; return the descriptors in their order.
 
         Raises StartError with a message, and then opens no new socket.
@@ -155,7 +155,7 @@ class ProcessActor:
         order = msgspec.msgpack.decode(encoded, type=Start)
         self.kill_process()
         try:
-            listening = self._sockets.open(order.listen)
+            listening = self._sockets.open_sockets(order.listen)
         except StartError as error:
             return 0, "", error.message
         process = Process(order.fingerprint, order.role)

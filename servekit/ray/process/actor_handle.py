@@ -99,7 +99,7 @@ class ActorHandle:
         with contextlib.suppress(Gone):
             await self._call(self._actor.kill_process, within_s=_ANSWER_S)
 
-    async def release(self) -> None:
+    async def release_place(self) -> None:
         """Release the place, and return when Ray has done so."""
         await self.end_process()
         await asyncio.to_thread(self._remove)

@@ -174,10 +174,10 @@ class Driver:
         try:
             await actor.inspect()
         except Gone:
-            self._spawn(actor.release())
+            self._spawn(actor.release_place())
             return
         if actor.name in self._actors:
-            self._spawn(actor.release())
+            self._spawn(actor.release_place())
             return
         log.info("actor_adopted", worker=actor.name)
         self._actors[actor.name] = actor
@@ -264,7 +264,7 @@ class Driver:
         if (following := self._following.pop(name, None)) is not None:
             following.cancel()
         if (actor := self._actors.pop(name, None)) is not None:
-            await actor.release()
+            await actor.release_place()
 
     # ---- events
 
@@ -306,7 +306,7 @@ class Driver:
         self._following.pop(actor.name, None)
         if self._actors.get(actor.name) is actor:
             del self._actors[actor.name]
-        self._spawn(actor.release())
+        self._spawn(actor.release_place())
         self._control.send(c.Exited(actor.name, 0, None, None, f"its node or actor is lost: {why}"))
 
 

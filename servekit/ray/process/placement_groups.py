@@ -44,7 +44,8 @@ async def make_place(
     """
     while True:
         label, faults = place_name(order), await checks.faults(order)
-        making = _begin_group(order, label, await aim(faults), faults)
+        node = await aim(faults)
+        making = asyncio.create_task(asyncio.to_thread(_create_group, order, label, node, faults))
         try:
             group = await asyncio.shield(making)
             found = await _has_room(group, order, faults, waits)
@@ -60,12 +61,6 @@ async def make_place(
 def place_name(order: PlaceWorker) -> str:
     """Return a unique name for a place."""
     return f"{order.name}#{secrets.token_hex(4)}"
-
-
-def _begin_group(
-    order: PlaceWorker, label: str, node: str, faults: Mapping[str, str]
-) -> asyncio.Task[Any]:
-    return asyncio.create_task(asyncio.to_thread(_create_group, order, label, node, faults))
 
 
 async def _undo_group(making: asyncio.Task[Any]) -> None:

@@ -184,7 +184,7 @@ class Adapters:
                     self._serve(spec.name, outcome)
                 elif outcome.left:
                     return ""
-                elif self._is_elsewhere(spec.name):
+                elif any(spec.name in other.held_adapters for other in self._serving()):
                     return f"the adapter {spec.name!r}: {outcome.message}"
                 else:
                     self._fail(spec.name, outcome)
@@ -258,7 +258,7 @@ class Adapters:
         elif from_file or known is not None:
             self._fail(spec.name, refusal)
         else:
-            self.book.forget(spec.name)
+            self.book.forget_adapter(spec.name)
 
     async def _load(self, workers: Sequence[WorkerProcess], spec: AdapterSpec) -> Outcome:
         outcomes = await asyncio.gather(*(worker.ask_to_load(spec) for worker in workers))
@@ -275,7 +275,7 @@ class Adapters:
         for worker in self._owner.workers(self):
             if not worker.serves:  # asleep or starting: it may hold the adapter
                 self._outdated.setdefault(worker.name, set()).add(name)
-        self.book.forget(name)
+        self.book.forget_adapter(name)
         self._owner.changed()
         log.info("adapter_unloaded", model=self.model, adapter=name)
         self._record_event(name, "unloaded")
@@ -293,9 +293,6 @@ class Adapters:
 
     def _serving(self) -> list[WorkerProcess]:
         return [worker for worker in self._owner.workers(self) if worker.serves]
-
-    def _is_elsewhere(self, name: str) -> bool:
-        return any(name in worker.held_adapters for worker in self._serving())
 
     def _serve(self, name: str, info: AdapterInfo) -> None:
         known = self.book.get(name)

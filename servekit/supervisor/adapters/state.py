@@ -124,7 +124,7 @@ class AdapterTable:
     def restore(self, entry: Entry) -> None:
         self._entries[entry.spec.name] = entry
 
-    def forget(self, name: str) -> None:
+    def forget_adapter(self, name: str) -> None:
         self._entries.pop(name, None)
 
     def _set_state(

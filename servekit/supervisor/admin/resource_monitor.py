@@ -65,7 +65,7 @@ class ResourceMonitor:
         self.descendants: tuple[Started, ...] = ()
         self.in_use: tuple[GpuStatus, ...] = ()
 
-    async def run(self) -> None:
+    async def monitor_resources(self) -> None:
         """Measure what is due, until cancelled."""
         for count in itertools.count():
             try:

@@ -247,7 +247,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
 
     # ---- life cycle
 
-    async def run(self) -> None:
+    async def supervise(self) -> None:
         """Run until `end_child` was called and the last child is reaped."""
         after_s: float | None = 0.0
         lives = 0

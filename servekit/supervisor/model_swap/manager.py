@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import structlog
@@ -199,7 +200,8 @@ class SwapManager:
         A model that would be partly asleep is stopped in any case.
         """
         workers = [replica for replica in row.deployment.living if replica.serves]
-        refusals = await asyncio.gather(*(one.sleep(self._wait_for_gateways) for one in workers))
+        wait = partial(until_told, self._gateways)
+        refusals = await asyncio.gather(*(one.sleep(wait) for one in workers))
         why = next(filter(None, refusals), "")
         row.sleepers = () if why else tuple(workers)
         if not why:  # otherwise it still holds its full claim
@@ -218,9 +220,6 @@ class SwapManager:
         if why := next(filter(None, refusals), ""):
             log.warning("model_wake_failed", model=row.deployment.model.name, reason=why)
             self._stop(row, f"it could not be woken: {why}")
-
-    async def _wait_for_gateways(self) -> None:
-        await until_told(self._gateways)
 
     def _changed(self, row: ModelState) -> None:
         row.deployment.changed()

@@ -133,7 +133,7 @@ def _found(wants: list[Want], rooms: Mapping[Gpu, int]) -> Board:
     failure: Unplaceable | None = None
     for board, order in attempts:
         try:
-            return _Search(wants, board, order).run()
+            return _Search(wants, board, order).find_board()
         except Unplaceable as error:
             failure = error
             if not board.placed and not error.gave_up:
@@ -173,7 +173,7 @@ class _Search:
         self._todo = [want for want in wants for _ in range(want.least - len(board.slots_of(want)))]
         self._stuck: tuple[int, Want, Board] | None = None  # the furthest state so far
 
-    def run(self) -> Board:
+    def find_board(self) -> Board:
         if self._place(0):
             return self._board
         assert self._stuck is not None

@@ -387,4 +387,4 @@ class GpuAdmission:
     def _forget(self, name: str) -> None:
         self._dead.pop(name, None)
         self._guests.pop(name, None)
-        self.ledger.release(name)
+        self.ledger.release_claim(name)

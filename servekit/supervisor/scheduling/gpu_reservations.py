@@ -43,7 +43,7 @@ class GpuReservations:
             raise InsufficientMemory(self.explain(holder, wants), lacking)
         self._claims[holder] = dict(wants)
 
-    def release(self, holder: str) -> None:
+    def release_claim(self, holder: str) -> None:
         """Remove the claim and measurements of `holder`, if any."""
         self._claims.pop(holder, None)
         self._measured.pop(holder, None)

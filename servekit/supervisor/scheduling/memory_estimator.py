@@ -98,7 +98,7 @@ class Estimate:
         told = [f"{count} of {tokens} tokens" for count, tokens in counts if count > 0]
         return ", or ".join(told)
 
-    def note(self, claim_bytes: int) -> str:
+    def describe_claim(self, claim_bytes: int) -> str:
         """Return a remark on a claim of `claim_bytes` per GPU, or ""."""
         if self.unknown:
             return self.unknown

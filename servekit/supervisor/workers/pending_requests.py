@@ -42,7 +42,7 @@ class PendingRequests:
         self._open: dict[int, _Open] = {}
 
     @property
-    def open(self) -> bool:
+    def is_open(self) -> bool:
         return bool(self._open)
 
     @property

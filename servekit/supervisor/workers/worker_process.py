@@ -121,10 +121,10 @@ class WorkerProcess(ManagedProcess[FromWorker]):
     def release_resources(self) -> None:
         self.gpu.end_admission()
 
-    async def run(self) -> None:
-        await super().run()
+    async def supervise(self) -> None:
+        await super().supervise()
         if self._launcher is not None:
-            await self._launcher.release(self.name)
+            await self._launcher.release_place(self.name)
 
     def show_wait(self, what: str) -> None:
         """Show what it waits for before it is admitted."""
@@ -229,7 +229,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         self.gpu.reset_figures()
         self._wary = self._ready_at is None
         self._held = {}
-        if self._coming_up is not None and not self.admin.open:
+        if self._coming_up is not None and not self.admin.is_open:
             self._coming_up.cancel()  # else the open order returns, and ends the task
         self.admin.answer_death(self.name, "" if self.ending else self._died_of)
         self.admin = PendingRequests()

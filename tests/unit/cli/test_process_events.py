@@ -20,7 +20,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     """A run directory in which nothing runs any more."""
     (tmp_path / "logs").mkdir()
     journal = Journal()
-    journal.open(tmp_path)
+    journal.open_log(tmp_path)
     journal.record_event("started", worker="smol/0", pid=7)
     journal.record_event("ready", worker="smol/0", after_s=1.5)
     journal.record_event("load", "for a request", model="smol")
@@ -64,7 +64,7 @@ def test_a_follower_hears_what_is_noted_later(folder: Path) -> None:
     follower = process_events.Follower(folder, "smol/0")
     assert [*follower.lines()] == []
     journal = Journal()
-    journal.open(folder)
+    journal.open_log(folder)
     journal.record_event("stopped", "unloaded", worker="smol/0")
     journal.record_event("ready", worker="other/0")
     found = poll("it is told", lambda: [line.text for line in follower.lines()])

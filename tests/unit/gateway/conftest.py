@@ -58,6 +58,18 @@ class EchoWorker:
         self.steps += outputs
         self.runner.emit(outputs)
 
+    def record_requests(self) -> list[Any]:
+        """Return a list that the worker's requests are added to from now on."""
+        seen: list[Any] = []
+        accept = self.runner.accept
+
+        def watching(peer: Any, request: Any) -> None:
+            seen.append(request)
+            accept(peer, request)
+
+        self.runner.accept = watching  # type: ignore[method-assign]
+        return seen
+
     @property
     def running(self) -> int:
         now = self.engine.load_now()

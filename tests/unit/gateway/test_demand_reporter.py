@@ -47,11 +47,11 @@ async def test_a_request_for_a_model_that_is_away_waits_and_is_told_of_at_once(
     seen = Seen()
     seen.stands(tier)
     seen.told.clear()
-    seen.router.open(call())
+    seen.router.queue_call(call())
     assert [(one.waiting, one.running) for one in seen.told if isinstance(one, ModelDemand)] == [
         (1, 0)
     ]
-    seen.router.open(call())
+    seen.router.queue_call(call())
     assert len(seen.told) == 1  # the next look tells of it
     await until(lambda: len(seen.told) == 2)
     assert seen.told[-1] == ModelDemand("m", 2, 0, 0.0)
@@ -77,10 +77,10 @@ async def test_an_adapter_of_a_model_that_is_away_can_be_asked_and_is_listed(
     seen.router.apply_topology(Topology((status,)))
     assert [one.status.name for one in seen.router.models()] == ["m", *["x"] * listed]
     if listed:
-        seen.router.open(call("x"))
+        seen.router.queue_call(call("x"))
     else:
         with pytest.raises(ModelUnavailable):
-            seen.router.open(call("x"))
+            seen.router.queue_call(call("x"))
 
 
 async def test_what_went_meanwhile_is_told_anew() -> None:
@@ -95,15 +95,15 @@ async def test_what_went_meanwhile_is_told_anew() -> None:
 async def test_who_waits_in_vain_is_told_why() -> None:
     seen = Seen()
     seen.stands("coming")
-    waiting = seen.router.open(call())
+    waiting = seen.router.queue_call(call())
     seen.stands("failed")
     with pytest.raises(ModelUnavailable, match="cannot serve: why"):
         await waiting.next_delta()
     with pytest.raises(ModelUnavailable, match="cannot serve: why"):
-        seen.router.open(call())
+        seen.router.queue_call(call())
     seen.stands("stopped", "manual")
     with pytest.raises(ModelUnavailable, match="`servekit load m` does it"):
-        seen.router.open(call())
+        seen.router.queue_call(call())
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ class TwoGateways(RuleBasedStateMachine):
 
     def _open(self, router: Router, call: CountedCall) -> None:
         try:
-            router.open(call)
+            router.queue_call(call)
         except RequestError as error:
             assert error.code == "request_quarantined" and is_poison(call.prompt)
         else:

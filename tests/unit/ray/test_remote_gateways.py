@@ -114,7 +114,7 @@ class Actors:
         return await child.attach()
 
     def _start(self, name: str, order: StartOrder) -> tuple[int, str]:
-        listening = self.doors.open(order.listen)
+        listening = self.doors.open_sockets(order.listen)
         credentials = OURS.issue(order.role, name, is_dialled=True)
         secret, (reports, report) = credentials.hand_over(), os.pipe()
         fds = ["--credentials-fd", str(secret), "--report-fd", str(report)]
@@ -135,11 +135,11 @@ class Actors:
             address = json.loads(lines.readline())["address"]
         return process.pid, address
 
-    async def release(self, name: str) -> None:
-        self.doors.open(())
+    async def release_place(self, name: str) -> None:
+        self.doors.open_sockets(())
 
     def end(self) -> None:
-        self.doors.open(())
+        self.doors.open_sockets(())
         for process in self.processes:
             process.kill()
             process.wait()
@@ -177,7 +177,7 @@ class Stage:
         self.all = RemoteGateways(self.gateways, service, self.host, self._run)
 
     def _run(self, life: Any) -> None:
-        self.lives.append(asyncio.create_task(life.run()))
+        self.lives.append(asyncio.create_task(life.supervise()))
 
     @property
     def remote(self) -> list[RemoteGateway]:

@@ -35,7 +35,7 @@ def kinds(folder: Path) -> list[str]:
 
 def test_what_is_told_is_read_by_name_time_and_kind(journal: Journal, tmp_path: Path) -> None:
     journal.record_event("before", "nobody keeps it")
-    journal.open(tmp_path)
+    journal.open_log(tmp_path)
     journal.record_event("ready", worker="a/0", after_s=1.5)
     journal.record_event("breaker", "open: \ud800 half", model="a")
     journal.record_event("exit", "killed", worker="b/0")
@@ -62,7 +62,7 @@ def test_what_is_told_is_read_by_name_time_and_kind(journal: Journal, tmp_path: 
 def test_it_goes_on_where_it_left_off(tmp_path: Path) -> None:
     for pid in (1, 2):
         journal = Journal()
-        journal.open(tmp_path)
+        journal.open_log(tmp_path)
         journal.record_event("up", pid=pid)
         journal.record_event("down")
         journal.close()
@@ -75,7 +75,7 @@ import os, pathlib, sys, time
 from servekit.event_store import EventFilter, newest_events
 from servekit.supervisor.event_log import journal
 folder = pathlib.Path(sys.argv[1])
-journal.open(folder)
+journal.open_log(folder)
 journal.record_event("up", pid=os.getpid())
 while not newest_events(folder, EventFilter(), 1):
     time.sleep(0.01)  # between two looks; the test waits no longer than its deadline
@@ -87,7 +87,7 @@ def test_a_supervisor_that_was_killed_is_told_of_by_the_next(tmp_path: Path) -> 
     killed = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)])
     assert killed.wait(20) == -signal.SIGKILL
     journal = Journal()
-    journal.open(tmp_path)
+    journal.open_log(tmp_path)
     journal.record_event("up", pid=2)
     journal.close()
     up, crash, again = newest_events(tmp_path, ALL, 10)
@@ -99,7 +99,7 @@ def test_a_supervisor_that_was_killed_is_told_of_by_the_next(tmp_path: Path) -> 
 def test_a_broken_file_is_put_aside(journal: Journal, tmp_path: Path, content: bytes) -> None:
     (tmp_path / FILE).write_bytes(content)
     assert newest_events(tmp_path, ALL, 10) == [], "and it does a reader no harm"
-    journal.open(tmp_path)
+    journal.open_log(tmp_path)
     journal.record_event("up")
     poll("a new one is begun", lambda: kinds(tmp_path) == ["up"])
     assert (tmp_path / f"{FILE}.broken").read_bytes() == content
@@ -107,28 +107,28 @@ def test_a_broken_file_is_put_aside(journal: Journal, tmp_path: Path, content: b
 
 def test_a_damaged_page_and_another_version(tmp_path: Path) -> None:
     journal = Journal(again_s=0.05)
-    journal.open(tmp_path)
+    journal.open_log(tmp_path)
     for _ in range(200):
         journal.record_event("x", "y" * 500)
     journal.close()
     with (tmp_path / FILE).open("r+b") as file:
         file.seek(4096)
         file.write(os.urandom(3 * 4096))
-    journal.open(tmp_path)
+    journal.open_log(tmp_path)
     journal.record_event("again")
     poll("a new one is begun", lambda: kinds(tmp_path) == ["again"])
     journal.close()
     with sqlite3.connect(tmp_path / FILE) as raw:
         raw.execute("PRAGMA user_version = 77")
     raw.close()
-    journal.open(tmp_path)
+    journal.open_log(tmp_path)
     journal.record_event("later")
     poll("a new one is begun", lambda: kinds(tmp_path) == ["later"])
     journal.close()
 
 
 def test_a_file_that_is_removed_is_begun_anew(journal: Journal, tmp_path: Path) -> None:
-    journal.open(tmp_path)
+    journal.open_log(tmp_path)
     journal.record_event("one")
     poll("it is there", lambda: kinds(tmp_path) == ["one"])
     for path in tmp_path.iterdir():
@@ -144,7 +144,7 @@ def test_a_place_that_cannot_be_written_to_costs_events_only(
     monkeypatch.setattr(journal_module, "_MOST_WAITING", 10)
     journal = Journal(again_s=0.02)
     (tmp_path / FILE).mkdir()
-    journal.open(tmp_path)
+    journal.open_log(tmp_path)
     began = time.monotonic()
     for number in range(25):
         journal.record_event("x", str(number))
@@ -165,7 +165,7 @@ from servekit.supervisor.event_log import Journal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 folder = pathlib.Path(sys.argv[1])
 journal = Journal(again_s=0.02)
-journal.open(folder)
+journal.open_log(folder)
 journal.record_event("before")
 while len(newest_events(folder, EventFilter(), 9)) < 1:
     time.sleep(0.01)  # between two looks; the test waits no longer than its deadline
@@ -194,7 +194,7 @@ def test_its_size_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(journal_module, "MOST_EVENTS", 50)
     monkeypatch.setattr(journal_module, "MOST_PAGES", 40)
     journal = Journal(again_s=0.01)
-    journal.open(tmp_path)
+    journal.open_log(tmp_path)
     for number in range(400):
         journal.record_event("x", "y" * 3000, worker=f"a/{number}")
         if number % 20 == 0:
@@ -217,7 +217,7 @@ def test_a_disk_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(journal_module, "open_file", slow)
     journal = Journal()
-    journal.open(tmp_path)
+    journal.open_log(tmp_path)
     began = time.monotonic()
     for _ in range(5000):
         journal.record_event("x")
@@ -228,7 +228,7 @@ def test_a_disk_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_rows_of_strangers_do_no_harm(journal: Journal, tmp_path: Path) -> None:
-    journal.open(tmp_path)
+    journal.open_log(tmp_path)
     journal.record_event("x")
     poll("it is there", lambda: kinds(tmp_path) == ["x"])
     with sqlite3.connect(tmp_path / FILE) as raw:

@@ -32,7 +32,7 @@ async def test_one_that_is_silent_is_replaced(
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = ServerConfig(ui=False)
         gateway = Gateway(0, (listener.fileno(),), server, host, lambda spent: None)
-        life = asyncio.create_task(gateway.run())
+        life = asyncio.create_task(gateway.supervise())
         look = asyncio.create_task(looking(gateway))
         try:
             await host.until(lambda: gateway.state == "ready", 60)

@@ -46,7 +46,7 @@ def test_sums_are_by_day_and_month(tmp_path: Path, clock: Clock) -> None:
     for day, tokens in ((29, 1), (30, 2)):
         ledger = UsageLedger(clock)
         clock.at = datetime(2026, 11, day)
-        ledger.open(tmp_path)
+        ledger.open_store(tmp_path)
         count(ledger, "k", tokens)
         count(ledger, "other", 10)
         ledger.close()
@@ -66,7 +66,7 @@ def test_sums_are_by_day_and_month(tmp_path: Path, clock: Clock) -> None:
 
 def test_budgets_are_renewed_with_the_day_and_the_month(tmp_path: Path, clock: Clock) -> None:
     ledger = UsageLedger(clock)
-    ledger.open(tmp_path)
+    ledger.open_store(tmp_path)
     keys = [key("d", daily_tokens=10), key("m", monthly_tokens=10), key("free")]
     for one in keys:
         count(ledger, one.name, 5, 5)
@@ -86,12 +86,12 @@ def test_a_restart_reads_what_is_used(tmp_path: Path, clock: Clock) -> None:
     for at in (datetime(2026, 11, 2), datetime(2026, 11, 3)):
         clock.at = at
         ledger = UsageLedger(clock)
-        ledger.open(tmp_path)
+        ledger.open_store(tmp_path)
         for one in keys:
             count(ledger, one.name, 6)
         ledger.close()
     again = UsageLedger(clock)
-    again.open(tmp_path)
+    again.open_store(tmp_path)
     assert [one.name for one in again.find_spent(keys).spent] == ["m"]
     again.close()
 
@@ -99,7 +99,7 @@ def test_a_restart_reads_what_is_used(tmp_path: Path, clock: Clock) -> None:
 def test_a_damaged_file_is_put_aside_and_nothing_is_lost(tmp_path: Path, clock: Clock) -> None:
     (tmp_path / FILE).write_bytes(b"this is no database" * 100)
     ledger = UsageLedger(clock)
-    ledger.open(tmp_path)
+    ledger.open_store(tmp_path)
     count(ledger, "k", 3)
     ledger._write(tmp_path / FILE)
     ledger.close()

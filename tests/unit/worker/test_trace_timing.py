@@ -9,7 +9,7 @@ from servekit.worker.output_state import Stopwatch
 def test_the_last_delta_tells_four_times_in_order() -> None:
     watch = Stopwatch()
     watch.accept(7)
-    watch.note(7)
+    watch.note_submit(7)
     assert watch.runs
     assert not watch.stamp(7, Delta(1, "a", [1])).times_ns
     assert not watch.stamp(7, Delta(1, "b", [2])).times_ns
@@ -22,7 +22,7 @@ def test_the_last_delta_tells_four_times_in_order() -> None:
 
 def test_of_others_nothing_is_noted() -> None:
     watch = Stopwatch()
-    watch.note(1)
+    watch.note_submit(1)
     watch.drop_times(1)
     last = Delta(1, "", [], "stop")
     assert watch.stamp(1, last) is last

@@ -46,10 +46,10 @@ class ChunkEncoder:
         with self._changed:
             self._queue = deque(one for one in self._queue if one[0] is not prompt)
             for chunk in prompt.chunks:
-                self.release(chunk)
+                self.drop_embeddings(chunk)
 
     @staticmethod
-    def release(chunk: MediaChunk) -> None:
+    def drop_embeddings(chunk: MediaChunk) -> None:
         """Forget the embeddings of a chunk that has been read."""
         chunk.requested, chunk.embeddings = False, None
 

@@ -48,7 +48,7 @@ class MediaEncoder:
         self._batch_tokens = batch_tokens
         self._lock = threading.Lock()
 
-    def encode_media(
+    def encode_chat(
         self,
         messages: Sequence[ChatMessage],
         tools: Sequence[Mapping[str, Any]] = (),

@@ -27,7 +27,7 @@ from transformers.generation.continuous_batching.distributed import DistributedH
 
 from servekit.engines.transformers.batching import paged_attention
 from servekit.engines.transformers.batching import scheduler as groups
-from servekit.engines.transformers.batching.kv_cache import Plan
+from servekit.engines.transformers.batching.kv_cache import CachePlan
 from servekit.engines.transformers.decode.page_table import hand_over
 from servekit.engines.transformers.request_row import Row
 from servekit.engines.transformers.sampling import Sampler, best_tokens
@@ -39,7 +39,7 @@ _KV = ("layers.*.self_attn.k_proj", "layers.*.self_attn.v_proj")
 _FIELDS = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
 
 
-def make_manager(model: PreTrainedModel, plan: Plan, *, ranks: int = 1) -> Any:
+def make_manager(model: PreTrainedModel, plan: CachePlan, *, ranks: int = 1) -> Any:
     """Return the library's manager for this model, for the use of its parts without its thread.
 
     With several `ranks`, the cache that it creates is this rank's part.
@@ -93,7 +93,7 @@ def create_processor(made: Any) -> Any:
     return processor
 
 
-def request_capacity(cache: Any, plan: Plan) -> int:
+def request_capacity(cache: Any, plan: CachePlan) -> int:
     """Return the number of tokens that a single request can have in the cache."""
     groups = getattr(cache, "num_groups", 1)
     return int(plan.tokens // groups)

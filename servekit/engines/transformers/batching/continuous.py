@@ -38,7 +38,7 @@ from servekit.engines.text.sampling_params import Sampling
 from servekit.engines.transformers import prompt_scores
 from servekit.engines.transformers.batching import batch_processor, kv_cache, paged_attention
 from servekit.engines.transformers.batching import scheduler as groups
-from servekit.engines.transformers.batching.kv_cache import Plan
+from servekit.engines.transformers.batching.kv_cache import CachePlan
 from servekit.engines.transformers.decode.decode_loop import DecodeLoop, StepOptions
 from servekit.engines.transformers.lora.adapter import Adapter
 from servekit.engines.transformers.lora.batched_lora import Part
@@ -73,7 +73,7 @@ class ContinuousRunner(CausalRunner):
     def __init__(
         self,
         model: PreTrainedModel,
-        plan: Plan,
+        plan: CachePlan,
         *,
         by_request: bool,
         ranks: Ranks | None = None,
@@ -214,7 +214,7 @@ class ContinuousRunner(CausalRunner):
     def _decode_step(self, decoder: DecodeLoop) -> list[tuple[Row, StepOutput]]:
         self.mixing.step = None  # rows in the decode loop have no adapter
         if self._images is not None:
-            self._images.clear()  # and have read their images
+            self._images.clear_layout()  # and have read their images
         outputs = decoder.step()
         self._full &= not any(output.finish or output.error for _, output in outputs)
         return outputs
@@ -327,7 +327,7 @@ class ContinuousRunner(CausalRunner):
     def drop_pages(self) -> None:
         self.mixing.step = None
         if self._images is not None:
-            self._images.clear()
+            self._images.clear_layout()
         self._sampling.drop_rows()
         self._free_cache()
         if self._ranks is not None:

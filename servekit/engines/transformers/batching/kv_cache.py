@@ -69,7 +69,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CachePlan:
     """The dimensions of the cache: `blocks` of `block_size` tokens."""
 
     blocks: int
@@ -86,7 +86,7 @@ class Plan:
     def bytes(self) -> int:
         return self.tokens * self.token_bytes
 
-    def halved(self, times: int) -> Plan:
+    def halved(self, times: int) -> CachePlan:
         return replace(self, blocks=max(2, self.blocks >> times))
 
 
@@ -123,7 +123,7 @@ def plan_cache(
     slots: int | None = None,
     batch_tokens: int | None = None,
     cache_bytes: int | None = None,
-) -> Plan:
+) -> CachePlan:
     """Fit the cache into the memory available, and make it no larger than the slots can use.
 
     Raises LoadError if not even two blocks fit.
@@ -142,7 +142,7 @@ def plan_cache(
             "use a smaller model.",
             permanent=False,
         )
-    return Plan(blocks, block_size, batch_tokens, slots, shape.token_kv_bytes)
+    return CachePlan(blocks, block_size, batch_tokens, slots, shape.token_kv_bytes)
 
 
 def _tokens_that_fit(

@@ -247,7 +247,7 @@ def has_packed_kernel(heads: int, kv_heads: int, width: int, like: Tensor) -> bo
 # ---------------------------------------------------------------- in every layer
 
 
-def attend(
+def compute_attention(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -391,7 +391,7 @@ def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
             raise NotImplementedError(f"attention with {name}")
 
 
-AttentionInterface.register(NAME, attend)
+AttentionInterface.register(NAME, compute_attention)
 AttentionInterface.register(_EAGER, attend_eagerly)
 
 

@@ -151,11 +151,13 @@ class BatchSlots:
             floats += [numbers] * spans[-1]
             owners += [slot.index] * spans[-1]
         used = max(slot.pages for slot in self.taken.values())
-        self.fill(ints, floats, self._table[owners, :used], size)
+        self.fill_slots(ints, floats, self._table[owners, :used], size)
         self._lent = max(self._lent, size)
         return spans
 
-    def fill(self, ints: list[list[int]], floats: list[list[float]], pages: Any, size: int) -> None:
+    def fill_slots(
+        self, ints: list[list[int]], floats: list[list[float]], pages: Any, size: int
+    ) -> None:
         """Overwrite the first `size` slots: with these, and the rest of them empty."""
         spare = size - len(ints)
         width = min(self.pages, pages.shape[1] + _BEYOND)  # what lies beyond is never read

@@ -106,7 +106,7 @@ class DecodeLoop:
         self._watched: set[str] = set()
         self._speculator = options.speculator
         if options.draft is not None:
-            options.draft.open(self.pages, self._slots)
+            options.draft.attach_cache(self.pages, self._slots)
 
     # ---- participants
 
@@ -149,7 +149,7 @@ class DecodeLoop:
         self._slots.free_slot(key)
         self._watched.discard(key)
         if self._speculator is not None:
-            self._speculator.forget(key)
+            self._speculator.forget_row(key)
 
     def return_rows(self) -> None:
         """Return all rows to the library; no step may be running."""
@@ -181,7 +181,11 @@ class DecodeLoop:
         return outputs
 
     def _step(self) -> list[Output]:
-        self._watched = {key for key in self._watched if self._needs_host(key)}
+        self._watched = {
+            key
+            for key in self._watched
+            if device_sampling.needs_host(self.seated[key].row, self._vocab_size)
+        }
         outputs: list[Output] = []
         proposals: dict[str, list[int]] = {}
         if self._watched or self._is_promising():
@@ -202,9 +206,6 @@ class DecodeLoop:
         inflight, self._inflight = self._inflight, None
         return self._settle_step(inflight)
 
-    def _needs_host(self, key: str) -> bool:
-        return device_sampling.needs_host(self.seated[key].row, self._vocab_size)
-
     def _is_promising(self) -> bool:
         """Return whether to wait for the running step, since there are likely to be proposals."""
         if self._speculator is None:
@@ -218,7 +219,7 @@ class DecodeLoop:
     def _find_proposals(self) -> dict[str, list[int]]:
         if self._speculator is None:
             return {}
-        return self._speculator.propose(self._seated_rows, self._slots.count)
+        return self._speculator.make_proposals(self._seated_rows, self._slots.count)
 
     def _step_and_wait(self, proposals: Mapping[str, Sequence[int]]) -> list[Output]:
         """Run a step that verifies proposals, or whose tokens the host chooses; none is running."""
@@ -228,7 +229,7 @@ class DecodeLoop:
         spans = self._slots.lend(proposals, size)
         slots = list(self.seated.values())
         watched = bool(self._watched)
-        self._steps.run(size, device_sampling.FREE if watched else self._find_mode(), spans)
+        self._steps.run_slots(size, device_sampling.FREE if watched else self._find_mode(), spans)
         chosen = [] if watched else self._steps.chosen[:total].tolist()
         firsts = accumulate(spans, initial=0)
         verified = [
@@ -288,7 +289,7 @@ class DecodeLoop:
 
     def _note_proposal(self, one: _Verified) -> None:
         if self._speculator is not None:
-            self._speculator.note(one.slot.row.key, len(one.proposed), one.accepted)
+            self._speculator.note_proposal(one.slot.row.key, len(one.proposed), one.accepted)
 
     def _fit_into_pages(self, proposals: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
         """Reserve pages for proposals; shorten those for which there are none."""
@@ -385,7 +386,7 @@ class DecodeLoop:
     def _run_slots(self, mode: SamplingMode) -> list[BatchSlot]:
         """Start a step of all slots, and return these."""
         self._slots.upload()
-        self._steps.run(bucket_size(self._slots.reach, self._slots.count), mode)
+        self._steps.run_slots(bucket_size(self._slots.reach, self._slots.count), mode)
         running = list(self.seated.values())
         for slot in running:
             slot.started += 1

@@ -98,7 +98,7 @@ class DraftProposer(Proposer[Row]):
         self._readings: dict[str, _Reading] = {}
         self._filled: dict[int, int] = {}  # hash of all tokens up to a block's end, by block
 
-    def open(self, pages: Pages, slots: BatchSlots) -> None:
+    def attach_cache(self, pages: Pages, slots: BatchSlots) -> None:
         """Prepare for rows with this cache and these slots."""
         blocks = -(-pages.layer(0)[0].shape[0] // pages.stride)
         room = slots.pages * pages.size
@@ -241,17 +241,17 @@ class DraftProposer(Proposer[Row]):
             later += follow_tokens(of_slot[-1], (0, 0))[1:]
             numbers.append(real)
         size = self._steps.fit_size(len(ints))
-        self._slots.fill(ints, floats, _pad_rows(tables, self._slots.trash), size)
-        self._steps.run(size, mode, spans)
+        self._slots.fill_slots(ints, floats, _pad_rows(tables, self._slots.trash), size)
+        self._steps.run_slots(size, mode, spans)
         last = torch.tensor(np.cumsum(spans) - 1, device=self._slots.device)
         chosen = [self._steps.chosen[last]]
         if passes > 1:
             own_tables = [self._readings[slot.row.key].blocks for slot, _, _ in ready]
             size = self._steps.fit_size(len(ready))
-            self._slots.fill(later, numbers, _pad_rows(own_tables, self._slots.trash), size)
+            self._slots.fill_slots(later, numbers, _pad_rows(own_tables, self._slots.trash), size)
             self._slots.ints[: len(ready), TOKEN] = chosen[0].clamp(min=0)
         for _ in range(passes - 1):
-            self._steps.run(size, mode)
+            self._steps.run_slots(size, mode)
             chosen.append(self._steps.chosen[: len(ready)].clone())
         found = {}
         for (slot, count, _), tokens in zip(ready, torch.stack(chosen, 1).tolist(), strict=True):

@@ -30,7 +30,7 @@ class Graphs:
         self._pool: Any = None
         self._side: Any = None
 
-    def run(
+    def run_graph(
         self, key: Hashable, work: Callable[[], None], changed: Tensor, *, rehearsed: bool = False
     ) -> None:
         """Run `work`, which depends only on `key` and on tensors at fixed addresses.

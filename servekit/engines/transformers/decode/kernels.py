@@ -158,7 +158,7 @@ def _make_triton(shape: Shape) -> Kernel:
         raise LookupError("Triton runs on a GPU only")
     from servekit.engines.transformers.decode import paged_triton
 
-    return Kernel("triton", paged_triton.attend)
+    return Kernel("triton", paged_triton.compute_paged_attention)
 
 
 # ---------------------------------------------------------------- from packages

@@ -108,7 +108,7 @@ class DecodeStep:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
     ) -> Tensor:
-        """Attend as `paged_attention.attend` does: packed states [1, heads, requests, width]."""
+        """Attend as `compute_attention` does: packed states [1, heads, requests, width]."""
         keys, values = self.pages.layer(layer)
         for pages, states in ((keys, key), (values, value)):
             flat = pages.view(-1, *pages.shape[2:])
@@ -154,7 +154,7 @@ class ChunkStep:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
     ) -> Tensor:
-        """Attend as `paged_attention.attend` does: packed states [1, heads, tokens, width]."""
+        """Attend as `compute_attention` does: packed states [1, heads, tokens, width]."""
         states: list[Tensor] = []
         for pages, new in zip(self.pages.layer(layer), (key, value), strict=True):
             flat = pages.view(-1, *pages.shape[2:])

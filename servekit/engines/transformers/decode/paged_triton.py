@@ -149,7 +149,7 @@ def splits_of(requests: int, kv_heads: int, longest: int) -> int:
     return int(min(max(wanted, _LEAST_SPLITS), _MOST_SPLITS, useful))
 
 
-def attend(
+def compute_paged_attention(
     query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float
 ) -> Tensor:
     """Compute paged attention; see `kernels` for the arguments."""

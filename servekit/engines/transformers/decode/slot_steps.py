@@ -60,20 +60,20 @@ class SlotSteps:
             for mode in modes:
                 if self.graphs.failure:
                     return
-                self.run(size, mode)
+                self.run_slots(size, mode)
 
-    def run(self, size: int, mode: SamplingMode, spans: Sequence[int] = ()) -> None:
+    def run_slots(self, size: int, mode: SamplingMode, spans: Sequence[int] = ()) -> None:
         """Run the first `size` slots; `spans` are the numbers of adjacent ones of a request."""
         self._spans = spans or [1] * size
         work = partial(self._compute_step, size, mode)
-        self.graphs.run((size, mode), work, self._slots.ints)
+        self.graphs.run_graph((size, mode), work, self._slots.ints)
 
     def time_step(self, mode: SamplingMode) -> float:
         """Return how long a step of an empty slot takes, s."""
         took_s = []
         for _ in range(_TIMED):
             began_s = time.perf_counter()
-            self.run(1, mode)
+            self.run_slots(1, mode)
             self.chosen[0].item()  # waits for the device
             took_s.append(time.perf_counter() - began_s)
         return min(took_s)

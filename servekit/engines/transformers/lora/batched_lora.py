@@ -58,7 +58,7 @@ class Stack:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StackPlan:
     """The products of a step with the stacks of one key.
 
     `runs` are (first rank, end rank, first token, end token), ends excluded. `wasted` counts the
@@ -80,7 +80,7 @@ class BatchLayout:
     tokens: int
     runs: list[tuple[int, int, int]] = field(default_factory=list)
     prompts: list[tuple[int, Tensor]] = field(default_factory=list)
-    _plans: dict[int, Plan] = field(default_factory=dict)
+    _plans: dict[int, StackPlan] = field(default_factory=dict)
     _owners: Tensor | None = None
     _masks: dict[int, Tensor] = field(default_factory=dict)
 
@@ -104,14 +104,14 @@ class BatchLayout:
         else:
             self.runs.append((adapter.uid, start, stop))
 
-    def plan(self, stack: Stack) -> Plan:
+    def plan(self, stack: Stack) -> StackPlan:
         """Return which ranks meet which tokens; computed once per key of stacks."""
         found = self._plans.get(stack.key)
         if found is None:
             places = stack.places
             runs = [(*places[uid], *run) for uid, *run in self.runs if uid in places]
             needed = sum((stop - start) * (last - first) for first, last, start, stop in runs)
-            found = Plan(runs, self.tokens * len(stack.owners) - needed)
+            found = StackPlan(runs, self.tokens * len(stack.owners) - needed)
             self._plans[stack.key] = found
         return found
 
@@ -182,7 +182,7 @@ class BatchedLora:
         self.step = None
         for name in adapter.factors:
             layer = self._layers.get(name)
-            if layer is not None and layer.remove_adapter(adapter.uid):
+            if layer is not None and layer.remove_factors(adapter.uid):
                 self._layers.pop(name).unwrap()
         # uids are never reused, so their keys would stay for good
         self._keys = {who: key for who, key in self._keys.items() if adapter.uid not in who}
@@ -265,7 +265,7 @@ class MixedLayer:
     def put(self, uid: int, factors: Factors) -> None:
         self._restack_factors(self._factors | {uid: factors})
 
-    def remove_adapter(self, uid: int) -> bool:
+    def remove_factors(self, uid: int) -> bool:
         """Remove an adapter; return True if none is left."""
         self._restack_factors({other: f for other, f in self._factors.items() if other != uid})
         return not self._factors
@@ -310,7 +310,7 @@ def _add_products(step: BatchLayout, stack: Stack, x: Tensor, out: Tensor) -> No
         out[start:stop].addmm_(hidden, stack.up[first:last])
 
 
-def _stacked_is_quicker(plan: Plan, x: Tensor, out: Tensor) -> bool:
+def _stacked_is_quicker(plan: StackPlan, x: Tensor, out: Tensor) -> bool:
     worth = _LAUNCH_WORTH["cpu" if x.device.type == "cpu" else "cuda"]
     extra = plan.wasted * (x.shape[-1] + out.shape[-1])
     return extra < (len(plan.runs) - 1.5) * worth

@@ -56,7 +56,7 @@ class SpeechReader:
         """Return the frames that the model hears at once: 30 s of them."""
         return int(self._extractor.nb_max_frames)
 
-    def read_recording(self, file: bytes, speech: SpeechParams) -> Recording:
+    def read_speech(self, file: bytes, speech: SpeechParams) -> Recording:
         """Decode a recording, and check the request. Raises RequestError."""
         language = self._find_language(speech.language)
         if speech.translate and not (self.is_multilingual and self._has_tasks):

@@ -187,7 +187,7 @@ class WindowBatch:
             return
         rounded = min(1 << (count - 1).bit_length(), self.seats)
         work = partial(self._compute_step, slice(0, rounded), self._places, timed=True)
-        self._graphs.run(rounded, work, self._chosen)
+        self._graphs.run_graph(rounded, work, self._chosen)
 
     def _compute_step(self, seats: slice, longest: int, timed: bool) -> None:
         ids, positions = self._state[:2, seats].unsqueeze(-1)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from servekit.engines.model_files.model_kind import ModelKind
-from servekit.engines.transformers.batching.kv_cache import Plan
+from servekit.engines.transformers.batching.kv_cache import CachePlan
 from servekit.engines.transformers.tensor_parallel import (
     messages,
     plan,
@@ -129,7 +129,7 @@ class Ranks:
         part.register_forward_hook(end_part)
 
     @contextmanager
-    def paging(self, plan: Plan, attention: str) -> Iterator[None]:
+    def paging(self, plan: CachePlan, attention: str) -> Iterator[None]:
         """Create the other ranks' KV caches while the block creates rank 0's.
 
         If one fails, no cache is left. Raises the block's exception, and MemoryError if a rank has

@@ -30,7 +30,7 @@ class Begin(Message, frozen=True):
 
 
 class MakePages(Message, frozen=True):
-    """Command to create a KV cache for `attention`; the numbers are those of `kv_cache.Plan`."""
+    """Command to create a KV cache for `attention`; the numbers are those of a `CachePlan`."""
 
     blocks: int
     block_size: int

@@ -101,7 +101,7 @@ class Follower:
 
     def _make_pages(self, order: messages.MakePages) -> None:
         self._drop_pages()
-        size = kv_cache.Plan(
+        size = kv_cache.CachePlan(
             order.blocks, order.block_size, order.batch_tokens, order.slots, order.token_bytes
         )
         self._model.set_attn_implementation(self._attention)

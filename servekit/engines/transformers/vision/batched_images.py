@@ -77,7 +77,7 @@ class BatchedImages:
         """Return whether the next forward pass has images."""
         return self._step is not None
 
-    def clear(self) -> None:
+    def clear_layout(self) -> None:
         """Forget the last layout: the next forward pass has no images."""
         self._step = None
 

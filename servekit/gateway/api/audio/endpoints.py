@@ -117,7 +117,7 @@ class Audio:
         )
         if self._router.chooses:
             call.session = session_of(headers)
-        self._router.open(call, request.timeout_s)
+        self._router.queue_call(call, request.timeout_s)
         return call
 
 

@@ -21,7 +21,7 @@ _ADDED = 8
 
 
 class Embedding:
-    """The calls of one embedding request. Raises the errors of `Router.open`."""
+    """The calls of one embedding request. Raises the errors of `Router.queue_call`."""
 
     def __init__(
         self, router: Router, route: ModelQueue, key: str, inputs: Sequence[str], *, truncate: bool

@@ -148,12 +148,12 @@ class Batches:
             raise NotServed("there are no files and no batches here; set server.batches")
         return self._store
 
-    async def run(self) -> None:
+    async def run_batches(self) -> None:
         """Run batches until cancelled."""
         if self._folder is not None:
             await BatchRunner(
                 self._router, lambda: self._store, self._app, self._max_body_bytes
-            ).run()
+            ).run_held_rows()
 
     def close(self) -> None:
         """Let other gateways go on with the batches. Blocks: call it in a thread."""

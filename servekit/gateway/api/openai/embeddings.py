@@ -99,7 +99,7 @@ class EmbeddingCalls:
         self._calls = calls
         for call in calls:
             try:
-                router.open(call, timeout_s)
+                router.queue_call(call, timeout_s)
             except BaseException:
                 self.cancel()
                 raise

@@ -10,7 +10,7 @@ from typing import Any, cast
 import msgspec
 
 from servekit.errors import RequestError, Unsupported
-from servekit.gateway.api.images import make_message, read_data_uri, read_recording
+from servekit.gateway.api.images import make_message, read_base64_audio, read_data_uri
 from servekit.gateway.api.openai.schema import (
     PLAIN_MAX_TOKENS,
     AudioUrl,
@@ -390,7 +390,7 @@ def read_audio(given: InputAudio | None, where: str) -> Media:
     """Return a recording. Raises RequestError."""
     if given is None:
         raise RequestError(f"{where} is required", param=where)
-    return read_recording(given.data, f"{where}.data")
+    return read_base64_audio(given.data, f"{where}.data")
 
 
 def _audio_url(given: AudioUrl | str | None, where: str) -> Media:
@@ -399,7 +399,7 @@ def _audio_url(given: AudioUrl | str | None, where: str) -> Media:
     url = given if isinstance(given, str) else given.url
     if not url[:5].lower() == "data:":
         raise RequestError(f"{where}: expected data:audio/wav;base64,…", param=where)
-    return read_recording(url, where)
+    return read_base64_audio(url, where)
 
 
 def _image(given: ImageUrl | str | None, where: str) -> Media:

@@ -124,14 +124,14 @@ class Responses:
         assert self._path is not None
         return BackgroundStore(self._path)
 
-    async def run(self, app: ASGIApp) -> None:
+    async def run_responses(self, app: ASGIApp) -> None:
         """Run responses in the background, by requests to `app`, until cancelled."""
         if self._path is not None:
             from servekit.gateway.storage.background_runner import BackgroundRunner
 
             runner = BackgroundRunner(self._router, lambda: self._background, app)
             self._wake = runner.woken.set
-            await runner.run()
+            await runner.run_held_rows()
 
     def close(self) -> None:
         """Write what is to be stored, and let other gateways go on with what is not done."""

@@ -33,7 +33,7 @@ class PooledCalls:
     """The calls of one HTTP request, made once the model's tasks are known.
 
     They are not known before the first load of a model that is loaded on demand. Raises the errors
-    of `Router.open`.
+    of `Router.queue_call`.
     """
 
     def __init__(

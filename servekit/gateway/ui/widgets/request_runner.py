@@ -134,7 +134,7 @@ class Runs:
             run.cancel()
             if run.stopped or not (run.finished or run.status):
                 run.status = ClientClosed.status
-            RECORDER.note(options.path, run.status or 200, run.origin)
+            RECORDER.note_request(options.path, run.status or 200, run.origin)
             if self._runs.get((visit.session, slot)) is run:
                 del self._runs[visit.session, slot]
 

@@ -41,7 +41,7 @@ async def ask(pieces: Iterable[bytes], times: int = 1) -> list[Exchange]:
 
 
 async def one(dialer: Dialer, target: Target, body: bytes = b"{}") -> Exchange:
-    connection = dialer.take_idle() or await dialer.open()
+    connection = dialer.take_idle() or await dialer.open_connection()
     over = asyncio.get_running_loop().create_future()
     exchange = Exchange(time.monotonic(), over.set_result, keep_text=True)
     connection.send_request(request_head(target, "/x") + b"%d\r\n\r\n" % len(body) + body, exchange)
@@ -186,7 +186,7 @@ async def test_nobody_there() -> None:
     async with serving(lambda _: []) as server:
         target = server.target
     with pytest.raises(Unreachable, match=r"refused|Connect call failed"):
-        await Dialer(target).open()
+        await Dialer(target).open_connection()
 
 
 async def test_the_key_is_in_the_head() -> None:

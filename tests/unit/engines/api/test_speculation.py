@@ -70,9 +70,9 @@ def run_steps(rates: StepRates, count: int, tokens: int, took_s: float) -> list[
     for _ in range(count):
         proposed.append(not rates.rest)
         if proposed[-1]:
-            rates.note(proposed=True, tokens=tokens, took_s=took_s)
+            rates.note_step(proposed=True, tokens=tokens, took_s=took_s)
         else:
-            rates.note(proposed=False, tokens=1, took_s=1.0)
+            rates.note_step(proposed=False, tokens=1, took_s=1.0)
     return proposed
 
 
@@ -90,7 +90,7 @@ def test_a_bad_moment_is_not_believed_for_ever() -> None:
     """Steps without proposals that were measured while the machine was slow are measured again."""
     rates = StepRates(64)
     for _ in range(rates.rest):
-        rates.note(proposed=False, tokens=1, took_s=100.0)
+        rates.note_step(proposed=False, tokens=1, took_s=100.0)
     later = run_steps(rates, 8000, tokens=3, took_s=4.0)
     assert all(later[:1024]), "compared with that moment, proposals pay"
     assert later[1100:].count(True) < 0.05 * len(later)

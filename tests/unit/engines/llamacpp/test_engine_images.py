@@ -273,7 +273,7 @@ def test_an_image_that_has_to_fit_into_a_pass(convert: Folders) -> None:
         loaded, codec = engine.engine._loaded, engine.engine.codec
         encoder = MediaEncoder(loaded.projector, codec, 60.0, batch_tokens=3)
         with pytest.raises(RequestError, match=r"image of 4 tokens in one pass, and a pass has 3"):
-            encoder.encode_media(ONE)
+            encoder.encode_chat(ONE)
     finally:
         engine.close()
 

@@ -119,13 +119,13 @@ def test_a_moving_picture(kind: str) -> None:
 
 
 def test_places_in_the_prompt(encoder: MediaEncoder, processor: Any) -> None:
-    prompt = encoder.encode_media([say("user", "a", RED, "b", BLUE, WIDE, "c")])
+    prompt = encoder.encode_chat([say("user", "a", RED, "b", BLUE, WIDE, "c")])
     text = processor.tokenizer.decode(prompt.ids)
     image = "<image>" * TOKENS_PER_IMAGE
     assert f"user\na{image}b{image * 2}c<|im_end|>" in text
     inputs: Any = prompt.inputs
     assert len(inputs["pixel_values"]) == 3
-    begun = encoder.encode_media([*ASKED, ChatMessage("assistant", "It")], continues=True)
+    begun = encoder.encode_chat([*ASKED, ChatMessage("assistant", "It")], continues=True)
     assert processor.tokenizer.decode(begun.ids).endswith("assistant\nIt")
 
 
@@ -143,7 +143,7 @@ def test_images_of_tools(encoder: MediaEncoder, processor: Any) -> None:
         ChatMessage("tool", result.content, tool_call_id=CALL.id, media=result.media),
         say("user", "And ", RED),
     ]
-    text = processor.tokenizer.decode(encoder.encode_media(turns, [TOOL]).ids)
+    text = processor.tokenizer.decode(encoder.encode_chat(turns, [TOOL]).ids)
     image = "<image>" * TOKENS_PER_IMAGE
     assert f"Result of look: Here {image} it is\n\nAnd {image}<|im_end|>" in text
     assert f"{image}What is it?<|im_end|>" in text and '"name": "look"' in text
@@ -160,7 +160,7 @@ def test_a_template_that_leaves_out_images(processor: Any) -> None:
     try:
         encoder = MediaEncoder(processor, ChatTemplate(tokenizer))
         with pytest.raises(RequestError, match="has places for 2 of these 3 images only"):
-            encoder.encode_media([say("user", RED, BLUE, WIDE)])
+            encoder.encode_chat([say("user", RED, BLUE, WIDE)])
     finally:
         tokenizer.chat_template = before
 
@@ -171,4 +171,4 @@ def test_a_processor_that_refuses(encoder: MediaEncoder, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(type(encoder._processor.image_processor), "preprocess", refuse)
     with pytest.raises(RequestError, match=r"refuses these images: .*must be smaller than 200"):
-        encoder.encode_media(ASKED)
+        encoder.encode_chat(ASKED)

@@ -61,7 +61,7 @@ async def test_ends_that_are_taken_for_one(name: str) -> None:
         assert "".join(told) == "ab"
         assert answer.finish is not None
         counted = usage() in b"".join(ENDS[name])
-        assert (answer.prompt_tokens, answer.tokens) == ((7, 3) if counted else (10, 1))
+        assert (answer.prompt_tokens, answer.completion_tokens) == ((7, 3) if counted else (10, 1))
 
 
 async def test_text_is_told_as_it_comes() -> None:
@@ -120,7 +120,7 @@ async def test_an_answer_in_one_piece() -> None:
     async with lying() as liar, reaching(liar.url) as endpoint:
         liar.answers += [whole(body, "application/json; charset=utf-8")]
         told, answer = await heard(endpoint)
-        assert ("".join(told), answer.prompt_tokens, answer.tokens) == ("whole", 4, 2)
+        assert ("".join(told), answer.prompt_tokens, answer.completion_tokens) == ("whole", 4, 2)
 
 
 async def test_who_does_not_hang_up_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +132,7 @@ async def test_who_does_not_hang_up_is_not_waited_for(monkeypatch: pytest.Monkey
         async with asyncio.timeout(60):
             _, without = await heard(endpoint)
             _, counted = await heard(endpoint)
-        assert (without.tokens, counted.tokens) == (1, 3)
+        assert (without.completion_tokens, counted.completion_tokens) == (1, 3)
 
 
 async def test_a_connection_is_used_again_after_a_stream() -> None:

@@ -275,14 +275,14 @@ def test_a_lexer_that_is_full_ends_no_text(monkeypatch: pytest.MonkeyPatch) -> N
     for _ in range(1000):
         for constraint in beside:
             before = constraint._kept
-            constraint.fill(mask, avoid_end=True)
+            constraint.fill_mask(mask, avoid_end=True)
             bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
             constraint.accept_token(int(chance.choice(bits.nonzero()[0])))
             assert not constraint.failure
             renewed += constraint._kept is not before
     assert renewed >= 1
     late = grammars.constraint(grammar, beside[0]._taken)
-    late.fill(mask, avoid_end=True)
+    late.fill_mask(mask, avoid_end=True)
     assert not late.failure
 
 
@@ -309,7 +309,7 @@ def test_a_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def allowed(constraint: Any) -> list[int]:
     mask = np.zeros(mask_words(constraint.vocab_size), np.int32)
-    constraint.fill(mask, avoid_end=False)
+    constraint.fill_mask(mask, avoid_end=False)
     return [int(one) for one in np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0]]
 
 

@@ -258,7 +258,7 @@ class Recorder(PoolingRunner):
     def embed(self, texts: list[list[int]]) -> list[bytes]:
         raise NotImplementedError
 
-    def forward(self, ids: Tensor, mask: Tensor, types: Tensor | None) -> tuple[Tensor, ...]:
+    def run_forward(self, ids: Tensor, mask: Tensor, types: Tensor | None) -> tuple[Tensor, ...]:
         raise NotImplementedError
 
     def run_rows(self, *lengths: Sequence[int]) -> list[list[tuple[int, int]]]:

@@ -60,7 +60,7 @@ def test_outputs_are_those_of_the_plain_pass(encoder: Pass, typed: bool) -> None
     for texts, tokens in ((1, 1), (9, 33), (10, 40), (9, 48), (1, 16), (17, 100), (9, 33)):
         for _ in range(3):  # without a graph, with a new one, again
             batch = make_batch(texts, tokens, typed=typed)
-            found, due = graphs.run(*batch), encoder(*batch)
+            found, due = graphs.run_shape(*batch), encoder(*batch)
             for one, other in zip(found, due, strict=True):
                 assert one.shape == other.shape
                 torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
@@ -71,7 +71,7 @@ def test_nothing_of_the_last_batch_is_left(encoder: Pass) -> None:
     graphs = ShapeGraphs(encoder, CPU, 0, 8192)
     for texts, tokens in ((10, 48), (10, 48), (10, 48), (9, 35)):
         batch = make_batch(texts, tokens, typed=True)
-        found = graphs.run(*batch)
+        found = graphs.run_shape(*batch)
     torch.testing.assert_close(found[0], encoder(*batch)[0], rtol=1e-4, atol=1e-4)
 
 
@@ -84,7 +84,7 @@ def test_shapes_are_rounded_to_few(encoder: Pass) -> None:
 
     graphs = ShapeGraphs(forward, CPU, 0, 8192)
     for tokens in range(97, 113):
-        graphs.run(*make_batch(9, tokens, typed=False))
+        graphs.run_shape(*make_batch(9, tokens, typed=False))
     assert {tuple(shape) for shape in shapes} == {(12, 112)}
 
 
@@ -97,7 +97,7 @@ def test_a_large_batch_keeps_its_shape() -> None:
 
     graphs = ShapeGraphs(forward, CPU, 0, 8192)
     for _ in range(3):
-        graphs.run(*make_batch(99, 99, typed=False))
+        graphs.run_shape(*make_batch(99, 99, typed=False))
     assert {tuple(shape) for shape in seen} == {(99, 99)}
 
 
@@ -111,7 +111,7 @@ def test_shapes_beyond_the_most_graphs_run_as_they_are(monkeypatch: pytest.Monke
 
     graphs = ShapeGraphs(forward, CPU, 0, 8192)
     for tokens in (15, 31, 14, 31):
-        graphs.run(*make_batch(1, tokens, typed=False))
+        graphs.run_shape(*make_batch(1, tokens, typed=False))
     assert made == [(1, 16), (1, 31), (1, 16), (1, 31)]
 
 

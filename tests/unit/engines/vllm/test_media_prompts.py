@@ -95,7 +95,7 @@ def encoder(far: FarProcessor, tokenizer: Any) -> media_prompts.MediaEncoder:
 def test_images_take_their_places(
     encoder: media_prompts.MediaEncoder, far: FarProcessor, tokenizer: Any
 ) -> None:
-    ids, features = encoder.encode_media(HISTORY)
+    ids, features = encoder.encode_chat(HISTORY)
     assert ids.count(far.image) == 3 * EACH
     assert tokenizer.decode(ids, skip_special_tokens=True) == "Look  and  here.Fine.And now?"
     assert isinstance(features, list)
@@ -113,7 +113,7 @@ def test_what_is_refused(
     encoder: media_prompts.MediaEncoder, parts: tuple[str | Media, ...], words: str
 ) -> None:
     with pytest.raises(RequestError, match=words) as refused:
-        encoder.encode_media([say("user", *parts)])
+        encoder.encode_chat([say("user", *parts)])
     assert refused.value.param == "messages"
 
 
@@ -123,20 +123,20 @@ def test_what_vllm_refuses(encoder: media_prompts.MediaEncoder, far: FarProcesso
 
     far.process_inputs = refuse  # type: ignore[method-assign]
     with pytest.raises(RequestError, match="refuses these images: ValueError: At most 1"):
-        encoder.encode_media(ONE)
+        encoder.encode_chat(ONE)
 
 
 def test_an_image_without_a_place(encoder: media_prompts.MediaEncoder, far: FarProcessor) -> None:
     far.loses = 1
     with pytest.raises(RequestError, match="has no place for these images"):
-        encoder.encode_media(ONE)
+        encoder.encode_chat(ONE)
 
 
 def test_a_prompt_beyond_the_context_is_only_counted(
     encoder: media_prompts.MediaEncoder, far: FarProcessor
 ) -> None:
     far.model_config.max_model_len = 50
-    ids, features = encoder.encode_media([say("user", *[RED, BLUE] * 5)])
+    ids, features = encoder.encode_chat([say("user", *[RED, BLUE] * 5)])
     assert (len(ids), features) == (10 * EACH, [])
 
 

@@ -74,14 +74,7 @@ async def test_inference_takes_every_form_that_clients_have_had(
 
 async def test_history_is_a_conversation_and_answers_are_greedy(service: Service) -> None:
     [worker] = await service.up()
-    seen: list[Any] = []
-    accept = worker.runner.accept
-
-    def watching(peer: Any, request: Any) -> None:
-        seen.append(request)
-        accept(peer, request)
-
-    worker.runner.accept = watching  # type: ignore[method-assign]
+    seen = worker.record_requests()
     await asked(service, prompt="c", history=[["a", "b"], [None, "x"]], backend="local")
     assert [(m.role, m.content) for m in seen[0].messages] == [
         ("user", "a"),

@@ -36,7 +36,7 @@ async def test_tokens_are_charged_at_the_end(service: Service) -> None:
     await service.up()
     alice = let_in(service, KeyRule("alice", digest=DIGEST, tokens_per_minute=100))["alice"]
     ACTING.set(alice)
-    asked = service.router.open(call(20))
+    asked = service.router.queue_call(call(20))
     assert (asked.key, asked.caller, alice.active) == ("alice", alice, 1)
     async for _ in asked:
         pass
@@ -51,7 +51,7 @@ async def test_what_is_cancelled_is_charged_as_far_as_it_came(service: Service) 
     await service.up(step_s=0.005)
     alice = let_in(service, KeyRule("alice", digest=DIGEST, tokens_per_minute=10_000))["alice"]
     ACTING.set(alice)
-    asked = service.router.open(call(8000))
+    asked = service.router.queue_call(call(8000))
     await until(lambda: len(asked.emitted) >= 10)
     asked.cancel()
     use = alice.use()
@@ -64,7 +64,7 @@ async def test_what_only_waited_costs_no_tokens(service: Service) -> None:
     await service.up(slots=1, step_s=0.01)
     alice = let_in(service, KeyRule("alice", digest=DIGEST, tokens_per_minute=10_000))["alice"]
     ACTING.set(alice)
-    calls = [service.router.open(call(8000)) for _ in range(40)]
+    calls = [service.router.queue_call(call(8000)) for _ in range(40)]
     waiting = [asked for asked in calls if asked.replica is None]
     assert waiting
     for asked in waiting:
@@ -80,12 +80,12 @@ async def test_at_once(service: Service) -> None:
     await service.up(step_s=0.01)
     rule = KeyRule("alice", digest=DIGEST, max_concurrent=2)
     ACTING.set(let_in(service, rule)["alice"])
-    calls = [service.router.open(call(8000)) for _ in range(2)]
+    calls = [service.router.queue_call(call(8000)) for _ in range(2)]
     with pytest.raises(RateLimited, match="2 requests under way") as error:
-        service.router.open(call())
+        service.router.queue_call(call())
     assert error.value.retry_after_s == 1
     calls[0].cancel()
-    calls.append(service.router.open(call()))
+    calls.append(service.router.queue_call(call()))
     for asked in calls:
         asked.cancel()
 
@@ -96,7 +96,7 @@ async def test_a_call_that_is_refused_for_another_reason_is_not_under_way(servic
     alice = let_in(service, KeyRule("alice", digest=DIGEST, max_concurrent=2))["alice"]
     ACTING.set(alice)
     with pytest.raises(Exception, match="m"):
-        service.router.open(call())  # no worker, and none is coming
+        service.router.queue_call(call())  # no worker, and none is coming
     assert alice.active == 0
 
 
@@ -106,7 +106,7 @@ async def test_models(service: Service) -> None:
     ACTING.set(alice)
     for name in ("m", "alias"):
         with pytest.raises(Forbidden, match=f"may not use '{name}'"):
-            service.router.open(call(model=name))
+            service.router.queue_call(call(model=name))
     assert alice.active == 0
 
 
@@ -115,7 +115,7 @@ async def test_nobody_is_not_let_in(service: Service) -> None:
     let_in(service, KeyRule("alice", digest=DIGEST))
     ACTING.set(None)
     with pytest.raises(InvalidKey):
-        service.router.open(call())
+        service.router.queue_call(call())
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ from servekit.gateway.tool_parsing import Text, ToolCallStart
 
 
 class MadeUpResponse:
-    """A response whose client reads while `open`."""
+    """A response whose client reads while `is_writable`."""
 
     def __init__(self) -> None:
-        self.open = True
+        self.is_writable = True
         self.response_started = False
         self.on_writable: Any = None
         self.on_gone: Any = None
@@ -31,7 +31,7 @@ class MadeUpResponse:
         self.response_started = True
 
     def write(self, data: bytes, *, last: bool = False) -> None:
-        assert self.open and not self.ended
+        assert self.is_writable and not self.ended
         self.written.append(data)
         self.ended = "last" if last else ""
 
@@ -118,21 +118,21 @@ class Scene:
         """Let a chunk come."""
         self.generation.news.append([GenerationChunk(0, [Text(text) for text in texts])])
         self.generation.done = done
-        self.writer.run()
+        self.writer.read_news()
         return self
 
     def tokens(self, texts: Iterable[str]) -> list[bytes]:
         """Let tokens of the only choice come, and return what is written of them."""
         self.response.written.clear()
         self.generation.call.texts.extend(texts)
-        self.writer.run()
+        self.writer.read_news()
         return self.response.written
 
 
 def test_a_stream_opens_with_its_first_news_and_closes_with_its_last() -> None:
     scene = Scene()
     assert not scene.response.response_started, "an error may still come, with its own status"
-    scene.writer.run()
+    scene.writer.read_news()
     assert not scene.response.response_started
     scene.comes("a")
     assert scene.response.response_started
@@ -175,10 +175,10 @@ def test_text_is_parsed_before_it_is_written() -> None:
 
 def test_a_client_that_does_not_read_gets_nothing_until_it_reads_again() -> None:
     scene = Scene(Encoder(frame=(b"<", b">"))).comes("a")
-    scene.response.open = False
+    scene.response.is_writable = False
     assert scene.tokens(["b"]) == []
     assert scene.tokens(["c"]) == []
-    scene.response.open = True
+    scene.response.is_writable = True
     scene.response.on_writable()
     assert scene.response.written == [b'<"bc">']
 
@@ -191,10 +191,10 @@ def test_a_client_that_goes_cancels() -> None:
 
 def test_a_whole_answer_is_written_once_it_is_there() -> None:
     scene = Scene(stream=False)
-    scene.writer.run()
+    scene.writer.read_news()
     assert scene.response.ended == ""
     scene.generation.whole = []
-    scene.writer.run()
+    scene.writer.read_news()
     assert (scene.response.written, scene.response.ended) == ([b"whole:0"], "answer")
 
 
@@ -203,11 +203,11 @@ def test_the_place_in_the_queue_is_told_when_it_changes() -> None:
     assert scene.response.response_started, "the client is to see that it waits"
     for place in (None, 2, 2, 1):
         scene.generation.place = place
-        scene.writer.run()
+        scene.writer.read_news()
     assert scene.response.written == [b": queue position 2\n\n", b": queue position 1\n\n"]
-    scene.response.open = False
+    scene.response.is_writable = False
     scene.generation.place = 0
-    scene.writer.run()
+    scene.writer.read_news()
     assert len(scene.response.written) == 2
     assert not Scene(follow=True, stream=False).response.response_started
 
@@ -225,8 +225,8 @@ def test_an_error_ends_a_response_as_far_as_it_has_come(
         scene.generation.call.done = True
     scene.generation.error = DeadlineExceeded("too late")
     scene.response.written.clear()
-    scene.writer.run()
-    scene.writer.run()
+    scene.writer.read_news()
+    scene.writer.read_news()
     assert scene.response.ended == ended
     assert scene.response.written == ([b"too late"] if begun and late else [])
     assert scene.generation.cancelled == 1, "once"
@@ -235,19 +235,19 @@ def test_an_error_ends_a_response_as_far_as_it_has_come(
 def test_a_full_queue_is_told_to_a_whole_answer() -> None:
     scene = Scene(stream=False)
     scene.generation.error = QueueFull("full")
-    scene.writer.run()
+    scene.writer.read_news()
     assert scene.response.ended == "fail: full"
 
 
 def test_nobody_is_told_of_a_client_that_has_gone() -> None:
     scene = Scene()
     scene.generation.error = ClientClosed("gone")
-    scene.writer.run()
+    scene.writer.read_news()
     assert (scene.response.ended, scene.generation.cancelled) == ("", 1)
 
 
 def test_a_bug_ends_one_response_and_no_other() -> None:
     scene = Scene()
     scene.generation.error = ZeroDivisionError()
-    scene.writer.run()
+    scene.writer.read_news()
     assert scene.response.ended == "fail: an internal error; see the logs"

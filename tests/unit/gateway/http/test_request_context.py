@@ -27,7 +27,7 @@ def test_what_is_not_fit_to_be_written_down_is_not(given: bytes) -> None:
 async def test_it_goes_to_the_worker(service: Service) -> None:
     await service.up()
     before = ORIGIN.set(RequestContext({HEADER: b"mine"}))
-    call = service.router.open(ask())
+    call = service.router.queue_call(ask())
     ORIGIN.reset(before)
     assert call.request(99).request == "mine"
     await answer(call)
@@ -38,7 +38,7 @@ async def test_a_key_that_nobody_asked_for_is_not_noted(service: Service) -> Non
     await service.up()
     origin = RequestContext({})
     before = ORIGIN.set(origin)
-    call = service.router.open(ask(key="Bearer sk-of-elsewhere"))
+    call = service.router.queue_call(ask(key="Bearer sk-of-elsewhere"))
     ORIGIN.reset(before)
     await answer(call)
     assert origin.calls is not None

@@ -123,7 +123,7 @@ async def test_the_router_looks_at_grammars(service: Service) -> None:
     await service.up()
     deep = Grammar("json_schema", msgspec.json.encode(schema(20)).decode())
     with pytest.raises(RequestError, match="limit of 16"):
-        service.router.open(InflightRequest("m", SamplingParams(grammar=deep), prompt="x"))
+        service.router.queue_call(InflightRequest("m", SamplingParams(grammar=deep), prompt="x"))
 
 
 def test_counts() -> None:
@@ -138,8 +138,10 @@ async def test_the_router_keeps_them(service: Service) -> None:
     await service.up()
     service.router.access.apply_rules(AccessRules(limits=LIMITS))
     with pytest.raises(RequestError, match=r"see server\.limits\.stop_strings"):
-        service.router.open(InflightRequest("m", SamplingParams(stop=("a", "b")), prompt="x"))
-    asked = service.router.open(InflightRequest("m", SamplingParams(max_tokens=2), prompt="x"))
+        service.router.queue_call(InflightRequest("m", SamplingParams(stop=("a", "b")), prompt="x"))
+    asked = service.router.queue_call(
+        InflightRequest("m", SamplingParams(max_tokens=2), prompt="x")
+    )
     assert [delta async for delta in asked]
 
 

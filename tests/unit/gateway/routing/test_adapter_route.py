@@ -81,7 +81,7 @@ async def test_it_answers_under_its_name_and_its_base_as_ever(
 ) -> None:
     await up(service, tmp_path)
     router = service.router
-    assert [await text(router.open(ask(name))) for name in ("x", "m", "alias")] == [
+    assert [await text(router.queue_call(ask(name))) for name in ("x", "m", "alias")] == [
         "ABC",
         "abc",
         "abc",
@@ -107,16 +107,16 @@ async def test_one_that_does_not_serve(
     await up(service, tmp_path)
     tell(service, status(state=state, reason="wrong rank"))
     with pytest.raises(error, match=words):
-        service.router.open(ask("x"))
+        service.router.queue_call(ask("x"))
     assert [one.status.name for one in service.router.models()] == ["m"]
-    assert await text(service.router.open(ask("m"))) == "abc"
+    assert await text(service.router.queue_call(ask("m"))) == "abc"
 
 
 async def test_a_call_goes_on_with_its_adapter_where_its_worker_dies(
     service: Service, tmp_path: Path
 ) -> None:
     first, second = await up(service, tmp_path, workers=2, step_s=0.002)
-    call = service.router.open(ask("x", "abcd", 60))
+    call = service.router.queue_call(ask("x", "abcd", 60))
     await until(lambda: len(call.emitted) > 4)
     (first if first.running else second).kill()
     assert await text(call) == "ABCD" * 15
@@ -128,8 +128,8 @@ async def test_the_supervisor_hears_when_it_is_not_needed_any_more(
     unused: list[str] = []
     service.router._farewells._tell = unused.append
     await up(service, tmp_path, step_s=0.005)
-    call = service.router.open(ask("x", tokens=40))
-    other = service.router.open(ask("m", tokens=2000))
+    call = service.router.queue_call(ask("x", tokens=40))
+    other = service.router.queue_call(ask("m", tokens=2000))
     tell(service, status(state="unloading"))
     await until(lambda: len(call.emitted) > 2)
     assert unused == []
@@ -164,20 +164,20 @@ async def test_who_may_use_it(service: Service, tmp_path: Path) -> None:
     tell(service, status(), rules=rules)
     router = service.router
     with pytest.raises(InvalidKey):
-        router.open(ask("x"))
+        router.queue_call(ask("x"))
     seen = {}
     for name in keys:
         ACTING.set(router.access.callers[name])
         seen[name] = [one.status.name for one in router.models()]
         if name == "none":
             with pytest.raises(Forbidden):
-                router.open(ask("x"))
+                router.queue_call(ask("x"))
         else:
-            assert await text(router.open(ask("x"))) == "ABC"
+            assert await text(router.queue_call(ask("x"))) == "ABC"
     assert seen == {"both": ["m", "x"], "one": ["x"], "none": []}
     ACTING.set(router.access.callers["one"])
     with pytest.raises(Forbidden):
-        router.open(ask("m"))
+        router.queue_call(ask("m"))
 
 
 async def test_how_it_is_listed(service: Service, tmp_path: Path) -> None:
@@ -237,8 +237,8 @@ async def test_media_for_virtual_tokens_are_refused_at_once(
     service.router.apply_topology(Topology((replace(model, info=seeing, adapters=adapters),)))
     message = ChatMessage("user", "See", media=(Media(b"", "image/png"),))
     with pytest.raises(Unsupported, match="of 'x' takes no images; models that do: 'm', 'y'"):
-        service.router.open(replace_messages(ask("x"), message))
-    service.router.open(replace_messages(ask("y"), message)).cancel()
+        service.router.queue_call(replace_messages(ask("x"), message))
+    service.router.queue_call(replace_messages(ask("y"), message)).cancel()
 
 
 def replace_messages(call: InflightRequest, message: ChatMessage) -> InflightRequest:

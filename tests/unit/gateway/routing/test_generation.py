@@ -36,7 +36,7 @@ async def connect(service: Service, *workers: EchoWorker) -> None:
 async def test_another_generation_goes_on_with_nothing(service: Service, seen: bool) -> None:
     old = await start(service, "a.1", step_s=0.002)
     await connect(service, old)
-    call = service.router.open(ask(tokens=60, stream=seen))
+    call = service.router.queue_call(ask(tokens=60, stream=seen))
     task = asyncio.create_task(answer(call))
     await until(lambda: len(call.emitted) > 3)
     await connect(service, old, await start(service, "a.2", step_s=0.002))
@@ -55,7 +55,7 @@ async def test_it_waits_for_one_that_may_be_of_its_generation_until_it_is_not(
 ) -> None:
     old = await start(service, "a.1", step_s=0.002)
     await connect(service, old)
-    call = service.router.open(ask(tokens=60))
+    call = service.router.queue_call(ask(tokens=60))
     task = asyncio.create_task(answer(call))
     await until(lambda: len(call.emitted) > 3)
     other = await start(service, "b.1")
@@ -78,7 +78,7 @@ async def test_a_smaller_context_ends_it_by_its_length_where_there_is_no_larger(
     large = await start(service, "a.1", step_s=0.002, max_context=100)
     small = await start(service, "a.1", step_s=0.002, max_context=40)
     await connect(service, large)
-    calls = [service.router.open(ask(tokens=80)), service.router.open(ask(tokens=12))]
+    calls = [service.router.queue_call(ask(tokens=80)), service.router.queue_call(ask(tokens=12))]
     tasks = [asyncio.create_task(answer(call)) for call in calls]
     await until(lambda: all(len(call.emitted) > 3 for call in calls))
     await connect(service, large, small)
@@ -90,7 +90,7 @@ async def test_a_smaller_context_ends_it_by_its_length_where_there_is_no_larger(
 async def test_of_a_larger_and_a_smaller_one_the_larger_goes_on(service: Service) -> None:
     first = await start(service, "a.1", step_s=0.002, max_context=100)
     await connect(service, first)
-    calls = [service.router.open(ask(tokens=80, stream=n % 2 == 0)) for n in range(4)]
+    calls = [service.router.queue_call(ask(tokens=80, stream=n % 2 == 0)) for n in range(4)]
     tasks = [asyncio.create_task(answer(call)) for call in calls]
     await until(lambda: all(len(call.emitted) > 3 for call in calls))
     small = await start(service, "a.1", step_s=0.002, max_context=40)
@@ -105,10 +105,12 @@ async def test_what_is_too_long_for_one_replica_is_run_by_another(service: Servi
     small = await start(service, "a.1", max_context=40)
     large = await start(service, "a.1", max_context=100)
     await connect(service, small, large)
-    texts = await asyncio.gather(*(answer(service.router.open(ask(tokens=80))) for _ in range(8)))
+    texts = await asyncio.gather(
+        *(answer(service.router.queue_call(ask(tokens=80))) for _ in range(8))
+    )
     assert texts == [echo("hello ", 80)] * 8
     with pytest.raises(ContextLengthExceeded, match="100 tokens"):
-        await answer(service.router.open(ask(tokens=200)))
+        await answer(service.router.queue_call(ask(tokens=200)))
 
 
 class Clock(EchoCodec):
@@ -129,7 +131,7 @@ async def test_a_prompt_is_rendered_once(service: Service) -> None:
         worker.engine.codec.now = now
     await connect(service, first)
     messages = [ChatMessage("user", "bcdefg")]
-    call = service.router.open(
+    call = service.router.queue_call(
         InflightRequest("m", SamplingParams(max_tokens=60), messages=messages)
     )
     task = asyncio.create_task(answer(call))

@@ -348,7 +348,7 @@ async def start(service: Service, workers: Sequence[EchoWorker]) -> None:
 
 
 async def served_by(service: Service, prompt: str, session: str = "") -> str:
-    call = service.router.open(long_call(prompt, 4, session))
+    call = service.router.queue_call(long_call(prompt, 4, session))
     assert call.replica is not None
     name = call.replica.name
     await answer(call)
@@ -399,7 +399,7 @@ async def test_what_waited_is_noted_where_it_goes(service: Service) -> None:
     route = service.router.routes["m"]
     for replica in route.replicas.values():
         replica._open_slots = 0
-    waiting = service.router.open(long_call(text(1), 4))
+    waiting = service.router.queue_call(long_call(text(1), 4))
     assert waiting.replica is None
     for replica in route.replicas.values():
         replica._renew()

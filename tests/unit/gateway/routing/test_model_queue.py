@@ -48,7 +48,7 @@ async def test_a_death_before_its_turn_does_not_count(service: Service) -> None:
     run_for_another(worker)
     call = suspect(service)
     await until(lambda: worker.line)
-    late = service.router.open(ask("late ", 6))
+    late = service.router.queue_call(ask("late ", 6))
     assert late.replica is None, "it waits here, from where it may go elsewhere"
     worker.kill()
     await until(lambda: call.replica is None)
@@ -70,11 +70,11 @@ async def test_a_death_while_alone_does(service: Service) -> None:
 
 async def test_what_was_held_for_another_gateways_suspect_is_innocent(service: Service) -> None:
     [worker] = await scripted(service)
-    proven = service.router.open(ask("pr", 6))
+    proven = service.router.queue_call(ask("pr", 6))
     await until(lambda: worker.jobs)
     worker.generate(1, 2)
     await until(lambda: proven.proven)
-    held = service.router.open(ask("he", 6))
+    held = service.router.queue_call(ask("he", 6))
     worker.peers[-1].send(IsolationStarted())
     [replica] = route(service).replicas.values()
     await until(lambda: replica.alone == 0)
@@ -100,7 +100,7 @@ async def test_a_suspect_that_is_cancelled_holds_nobody(service: Service) -> Non
     [worker] = await scripted(service)
     run_for_another(worker)
     call = suspect(service)
-    late = service.router.open(ask("late ", 6))
+    late = service.router.queue_call(ask("late ", 6))
     assert late.replica is None
     call.cancel()
     assert late.replica is not None, "before the worker has said a word"
@@ -141,7 +141,7 @@ async def test_a_suspect_that_spared_a_worker_in_vain_gets_the_next_one(service:
     coming = replace(first.status(), name="m/1", socket="coming.sock", state="loading")
     service.tell(first.status(), coming)
     following, call = suspect(service, "cd"), suspect(service)
-    new = service.router.open(ask("new", 6))
+    new = service.router.queue_call(ask("new", 6))
     await until(lambda: first.jobs)
     first.kill()
     second = await start_beside(service, coming)

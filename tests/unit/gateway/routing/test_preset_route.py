@@ -59,13 +59,13 @@ async def http(service: Service) -> AsyncIterator[httpx.AsyncClient]:
 def opened(service: Service, monkeypatch: pytest.MonkeyPatch) -> list[InflightRequest]:
     """The calls of the router, as they come."""
     calls: list[InflightRequest] = []
-    take = service.router.open
+    take = service.router.queue_call
 
     def open(call: InflightRequest, timeout_s: float | None = None) -> InflightRequest:
         calls.append(call)
         return take(call, timeout_s)
 
-    monkeypatch.setattr(service.router, "open", open)
+    monkeypatch.setattr(service.router, "queue_call", open)
     return calls
 
 
@@ -220,19 +220,19 @@ async def test_a_reload_changes_what_is_asked_next(service: Service) -> None:
     await service.up(step_s=0.002)
     tell(service, FAST)
     router = service.router
-    call = router.open(ask("fast", 60))
+    call = router.queue_call(ask("fast", 60))
     await until(lambda: call.emitted)
     tell(service)
     assert router.routes["m"].running == 1
     with pytest.raises(ModelNotFound, match="the models are: m, alias"):
-        router.open(ask("fast"))
+        router.queue_call(ask("fast"))
     assert (await call.next_delta()).text == "abc" * 20
 
 
 async def test_a_death_changes_nothing(service: Service) -> None:
     first, second = await service.up(2, step_s=0.002)
     tell(service, FAST)
-    call = service.router.open(ask("fast", 60))
+    call = service.router.queue_call(ask("fast", 60))
     await until(lambda: len(call.emitted) > 4)
     (first if first.running else second).kill()
     tell(service)
@@ -246,7 +246,7 @@ async def test_one_of_a_model_that_makes_no_text_is_refused(service: Service) ->
     service.router.apply_topology(Topology((model,)))
     call = InflightRequest("fast", SamplingParams(), more={"task": "embed", "inputs": ["a"]})
     with pytest.raises(Unsupported, match="does not generate text; it is an embedding model"):
-        service.router.open(call)
+        service.router.queue_call(call)
 
 
 # ---- lists
@@ -296,14 +296,14 @@ async def test_who_may_use_it(service: Service) -> None:
         seen[name] = [one.status.name for one in router.models()]
         if name == "none":
             with pytest.raises(Forbidden):
-                router.open(ask("fast"))
+                router.queue_call(ask("fast"))
         else:
-            assert (await router.open(ask("fast")).next_delta()).text == "abc"
+            assert (await router.queue_call(ask("fast")).next_delta()).text == "abc"
     assert seen == {"both": ["m", "fast"], "one": ["fast"], "none": []}
     ACTING.set(router.access.callers["one"])
     assert router.find("").status.name == "fast", "the only one that it may use"
     with pytest.raises(Forbidden):
-        router.open(ask("m"))
+        router.queue_call(ask("m"))
     tell(service, FAST, replace(FAST, name="other"), rules=replace(rules, default_model="other"))
     assert router.find("").status.name == "fast"
     ACTING.set(router.access.callers["both"])
@@ -313,10 +313,10 @@ async def test_who_may_use_it(service: Service) -> None:
 async def test_metrics_name_it_as_an_adapter_of_its_model(service: Service) -> None:
     await service.up()
     tell(service, FAST)
-    await service.router.open(ask("fast")).next_delta()
+    await service.router.queue_call(ask("fast")).next_delta()
     service.router.drain()
     with pytest.raises(ModelUnavailable):
-        service.router.open(ask("fast"))
+        service.router.queue_call(ask("fast"))
     counted = service.router.measures.pop_counts()
     assert counted is not None
     ended = [one for one in counted.series if one.metric == "servekit_requests_total"]

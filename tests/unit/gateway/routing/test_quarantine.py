@@ -95,7 +95,7 @@ def test_nothing_is_refused_for_its_kind_where_one_of_them_has_come_through() ->
     for number in range(3):
         quarantine.commit(STATUS, ask(f"boom {number}"), 0.0)
     assert quarantine.error(STATUS, ask("boom 7"), 1.0) is not None
-    quarantine.clear("m", ask("boom 8"))
+    quarantine.clear_likeness("m", ask("boom 8"))
     assert quarantine.error(STATUS, ask("boom 7"), 1.0) is None
     assert quarantine.error(STATUS, ask("boom 1"), 1.0) is not None
     for number in range(3, 6):

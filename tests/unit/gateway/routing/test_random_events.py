@@ -107,7 +107,7 @@ class Service(RuleBasedStateMachine):
 
         def opening() -> None:
             with contextlib.suppress(RequestError):  # refused at once: not a call at all
-                self.router.open(call, timeout_s)
+                self.router.queue_call(call, timeout_s)
                 self.calls.append((call, self.loop.create_task(self._consume(call))))
                 self.router.follow_position(call)
 

@@ -77,7 +77,7 @@ async def answer(call: InflightRequest, within_s: float = DEADLINE_S) -> str:
 
 async def test_streamed_and_whole_answers_are_the_same(service: Service) -> None:
     await service.up(step_s=0.001)
-    calls = [service.router.open(ask(stream=stream)) for stream in (True, False)]
+    calls = [service.router.queue_call(ask(stream=stream)) for stream in (True, False)]
     assert [await answer(call) for call in calls] == [echo("hello ", 24)] * 2
     assert service.router.in_flight == 0
 
@@ -87,12 +87,12 @@ async def test_a_chat_by_its_alias(service: Service) -> None:
     call = InflightRequest(
         "alias", SamplingParams(max_tokens=2), messages=[ChatMessage("user", "hi")]
     )
-    assert await answer(service.router.open(call)) == "hi"
+    assert await answer(service.router.queue_call(call)) == "hi"
 
 
 async def test_a_worker_holds_only_what_it_has_slots_for(service: Service) -> None:
     [worker] = await service.up(step_s=0.005, slots=2)
-    calls = [service.router.open(ask(tokens=10)) for _ in range(6)]
+    calls = [service.router.queue_call(ask(tokens=10)) for _ in range(6)]
     route = service.router.routes["m"]
     assert (route.running, len(route.queue)) == (2, 4)
     assert [service.router.position(call) for call in calls] == [None, None, 0, 1, 2, 3]
@@ -102,7 +102,7 @@ async def test_a_worker_holds_only_what_it_has_slots_for(service: Service) -> No
 
 async def test_load_goes_to_the_replica_with_the_most_room(service: Service) -> None:
     workers = await service.up(3, step_s=0.005, slots=8)
-    calls = [service.router.open(ask(tokens=40)) for _ in range(9)]
+    calls = [service.router.queue_call(ask(tokens=40)) for _ in range(9)]
     await until(lambda: sum(worker.running for worker in workers) == 9)
     assert [worker.running for worker in workers] == [3, 3, 3]
     for call in calls:
@@ -113,7 +113,7 @@ async def test_gateways_share_the_slots_of_a_worker(service: Service) -> None:
     worker = await service.worker(step_s=0.005, slots=8)
     service.tell(worker.status(), gateways=4)
     await until(lambda: service.router.routes["m"].ready)
-    calls = [service.router.open(ask()) for _ in range(5)]
+    calls = [service.router.queue_call(ask()) for _ in range(5)]
     assert service.router.routes["m"].running == 2
     for call in calls:
         call.cancel()
@@ -124,7 +124,7 @@ async def test_a_stream_goes_on_elsewhere_when_its_worker_dies(
     service: Service, stream: bool
 ) -> None:
     first, second = await service.up(2, step_s=0.002)
-    calls = [service.router.open(ask(tokens=60, stream=stream)) for _ in range(8)]
+    calls = [service.router.queue_call(ask(tokens=60, stream=stream)) for _ in range(8)]
     answers = [asyncio.create_task(answer(call)) for call in calls]
     await until(lambda: all(len(call.emitted) > 3 for call in calls))
     first.kill()
@@ -138,7 +138,7 @@ async def test_a_stream_goes_on_elsewhere_when_its_worker_dies(
 async def test_a_seeded_answer_is_the_same_after_a_death(service: Service) -> None:
     first, _ = await service.up(2, step_s=0.002)
     params = SamplingParams(max_tokens=50, temperature=1.0, seed=4)
-    call = service.router.open(InflightRequest("m", params, prompt="abcdef"))
+    call = service.router.queue_call(InflightRequest("m", params, prompt="abcdef"))
     task = asyncio.create_task(answer(call))
     await until(lambda: len(call.emitted) > 3)
     first.kill()
@@ -147,12 +147,12 @@ async def test_a_seeded_answer_is_the_same_after_a_death(service: Service) -> No
 
 async def test_requests_wait_for_the_worker_that_replaces_a_dead_one(service: Service) -> None:
     [worker] = await service.up(step_s=0.002)
-    call = service.router.open(ask(tokens=40))
+    call = service.router.queue_call(ask(tokens=40))
     task = asyncio.create_task(answer(call))
     await until(lambda: len(call.emitted) > 3)
     worker.kill()
     service.tell(worker.status("backoff"))
-    late = service.router.open(ask(tokens=3))
+    late = service.router.queue_call(ask(tokens=3))
     replacement = await service.worker()
     service.tell(replacement.status())
     assert await task == echo("hello ", 40)
@@ -165,7 +165,7 @@ async def test_a_request_that_no_worker_survives_is_quarantined(service: Service
     for deaths in range(3):
         [worker] = await service.up(step_s=1000.0)
         if not deaths:
-            router.open(poison)
+            router.queue_call(poison)
         await until(functools.partial(busy, worker))
         assert not poison.done
         worker.kill()
@@ -176,16 +176,16 @@ async def test_a_request_that_no_worker_survives_is_quarantined(service: Service
     assert (report.model, len(report.fingerprint)) == ("m", 64)
     [worker] = await service.up(step_s=0.001)
     with pytest.raises(RequestQuarantined, match=report.fingerprint[:16]):
-        router.open(ask("poison", tokens=5000))
-    assert await answer(router.open(ask("poison", tokens=4))) == "pois"
+        router.queue_call(ask("poison", tokens=5000))
+    assert await answer(router.queue_call(ask("poison", tokens=4))) == "pois"
     assert router.in_flight == 0
 
 
 async def test_a_draining_worker_finishes_what_it_has(service: Service) -> None:
     first, second = await service.up(2, step_s=0.002)
-    calls = [service.router.open(ask(tokens=40)) for _ in range(4)]
+    calls = [service.router.queue_call(ask(tokens=40)) for _ in range(4)]
     first.runner.draining = True  # before the gateway hears of it
-    late = [service.router.open(ask(tokens=8)) for _ in range(4)]
+    late = [service.router.queue_call(ask(tokens=8)) for _ in range(4)]
     tasks = [asyncio.create_task(answer(call)) for call in [*calls, *late]]
     await until(lambda: late[0].emitted)
     service.tell(second.status())
@@ -195,7 +195,7 @@ async def test_a_draining_worker_finishes_what_it_has(service: Service) -> None:
 
 async def test_cancelling_frees_the_engine_and_the_queue(service: Service) -> None:
     [worker] = await service.up(slots=1, **ENDLESS)
-    running, waiting = (service.router.open(ask(tokens=ENDLESS_TOKENS)) for _ in range(2))
+    running, waiting = (service.router.queue_call(ask(tokens=ENDLESS_TOKENS)) for _ in range(2))
     await until(lambda: worker.running == 1)
     waiting.cancel()
     assert len(service.router.routes["m"].queue) == 0
@@ -204,12 +204,12 @@ async def test_cancelling_frees_the_engine_and_the_queue(service: Service) -> No
     assert service.router.in_flight == 0
     with pytest.raises(ClientClosed):
         await running.next_delta()
-    assert await answer(service.router.open(ask(tokens=4))) == "hell"
+    assert await answer(service.router.queue_call(ask(tokens=4))) == "hell"
 
 
 async def test_leaving_the_answer_early_cancels_it(service: Service) -> None:
     [worker] = await service.up(**ENDLESS)
-    call = service.router.open(ask(tokens=ENDLESS_TOKENS))
+    call = service.router.queue_call(ask(tokens=ENDLESS_TOKENS))
     async for _ in call:
         break
     await until(lambda: worker.running == 0)
@@ -218,15 +218,15 @@ async def test_leaving_the_answer_early_cancels_it(service: Service) -> None:
 async def test_a_reload_changes_how_many_may_wait_and_for_how_long(service: Service) -> None:
     service.max_queue = 1
     [worker] = await service.up(slots=1, **ENDLESS)
-    running, waiting = (service.router.open(ask(tokens=ENDLESS_TOKENS)) for _ in range(2))
+    running, waiting = (service.router.queue_call(ask(tokens=ENDLESS_TOKENS)) for _ in range(2))
     with pytest.raises(QueueFull):
-        service.router.open(ask())
+        service.router.queue_call(ask())
     service.max_queue, service.timeout_s = 2, 0.1
     service.tell(worker.status())
-    late = service.router.open(ask())
+    late = service.router.queue_call(ask())
     assert late.limit_s == 0.1
     with pytest.raises(QueueFull):
-        service.router.open(ask())
+        service.router.queue_call(ask())
     with pytest.raises(DeadlineExceeded, match="waiting"):
         await answer(late)
     assert not running.done and not waiting.done, "they came under another limit"
@@ -239,14 +239,14 @@ async def test_a_client_may_ask_for_less_time_than_the_models_and_not_for_more(
     await service.up(**ENDLESS)
     asked = {None: 30.0, 5.0: 5.0, 90.0: 30.0}
     for timeout_s, limit_s in asked.items():
-        call = service.router.open(ask(tokens=ENDLESS_TOKENS), timeout_s)
+        call = service.router.queue_call(ask(tokens=ENDLESS_TOKENS), timeout_s)
         assert call.limit_s == limit_s
         call.cancel()
 
 
 async def test_what_waits_for_a_model_that_is_removed_is_told(service: Service) -> None:
     [worker] = await service.up(slots=1, **ENDLESS)
-    running, waiting = (service.router.open(ask(tokens=ENDLESS_TOKENS)) for _ in range(2))
+    running, waiting = (service.router.queue_call(ask(tokens=ENDLESS_TOKENS)) for _ in range(2))
     await until(lambda: worker.running == 1)
     service.router.apply_topology(Topology(()))
     with pytest.raises(ModelUnavailable):
@@ -257,12 +257,12 @@ async def test_what_waits_for_a_model_that_is_removed_is_told(service: Service) 
 
 async def test_requests_wait_while_a_reload_leaves_no_worker_for_a_time(service: Service) -> None:
     [old] = await service.up(slots=1, **ENDLESS)
-    running = service.router.open(ask(tokens=ENDLESS_TOKENS))
+    running = service.router.queue_call(ask(tokens=ENDLESS_TOKENS))
     await until(lambda: old.running == 1)
-    waiting = service.router.open(ask())
+    waiting = service.router.queue_call(ask())
     service.tell(old.status("draining"), changing=True)
     service.tell(changing=True)
-    late = service.router.open(ask())
+    late = service.router.queue_call(ask())
     running.cancel()
     old.kill()
     new = await service.worker()
@@ -270,13 +270,13 @@ async def test_requests_wait_while_a_reload_leaves_no_worker_for_a_time(service:
     assert await answer(waiting) == await answer(late)
     service.tell()
     with pytest.raises(ModelUnavailable, match="stopped"):
-        service.router.open(ask())
+        service.router.queue_call(ask())
 
 
 async def test_deadlines_count_waiting_and_running(service: Service) -> None:
     [worker] = await service.up(step_s=0.002, slots=1)
-    running = service.router.open(ask(tokens=8000), timeout_s=0.2)
-    waiting = service.router.open(ask(), timeout_s=0.1)
+    running = service.router.queue_call(ask(tokens=8000), timeout_s=0.2)
+    waiting = service.router.queue_call(ask(), timeout_s=0.1)
     with pytest.raises(DeadlineExceeded, match="waiting"):
         await answer(waiting)
     with pytest.raises(DeadlineExceeded, match="running"):
@@ -287,9 +287,9 @@ async def test_deadlines_count_waiting_and_running(service: Service) -> None:
 async def test_a_full_queue_is_429(service: Service) -> None:
     service.max_queue = 2
     await service.up(step_s=0.01, slots=1)
-    calls = [service.router.open(ask()) for _ in range(3)]
+    calls = [service.router.queue_call(ask()) for _ in range(3)]
     with pytest.raises(QueueFull) as refused:
-        service.router.open(ask())
+        service.router.queue_call(ask())
     assert refused.value.retry_after_s
     for call in calls:
         call.cancel()
@@ -299,13 +299,13 @@ async def test_errors_of_the_worker_reach_their_own_request_only(service: Servic
     await service.up(max_context=32)
     router = service.router
     with pytest.raises(ContextLengthExceeded, match="32 tokens"):
-        await answer(router.open(ask("x" * 40)))
+        await answer(router.queue_call(ask("x" * 40)))
     with pytest.raises(RequestError, match="empty"):
-        await answer(router.open(ask("")))
+        await answer(router.queue_call(ask("")))
     bad_ids = InflightRequest("m", SamplingParams(max_tokens=2), prompt=[1, 2**31 - 1])
     with pytest.raises(RequestError, match="token ids"):
-        await answer(router.open(bad_ids))
-    assert await answer(router.open(ask(tokens=4))) == "hell"
+        await answer(router.queue_call(bad_ids))
+    assert await answer(router.queue_call(ask(tokens=4))) == "hell"
     assert router.in_flight == 0
 
 
@@ -314,9 +314,9 @@ async def test_what_cannot_cross_the_wire_is_refused_and_holds_nothing(service: 
     for value in (2**64, "\ud800"):
         call = InflightRequest("m", SamplingParams(), prompt="x", more={"template": {"a": value}})
         with pytest.raises(RequestError, match="cannot be passed on") as error:
-            await answer(service.router.open(call))
+            await answer(service.router.queue_call(call))
         assert error.value.status == 400
-    assert await answer(service.router.open(ask(tokens=4))) == echo("hello ", 4)
+    assert await answer(service.router.queue_call(ask(tokens=4))) == echo("hello ", 4)
     assert not service.router.in_flight
     assert not worker.running
 
@@ -326,7 +326,7 @@ async def test_many_long_requests_at_once_do_not_cost_the_worker(service: Servic
     """More than may be unsent, were all sent at once: they go one after the other."""
     await service.up(max_context=10)
     [replica] = service.router.routes["m"].replicas.values()
-    calls = [service.router.open(ask("x" * 4_000_000, 2)) for _ in range(40)]
+    calls = [service.router.queue_call(ask("x" * 4_000_000, 2)) for _ in range(40)]
     assert len(replica.calls) < 10
     waiting = [answer(call, 240.0) for call in calls]  # 160 MB to encode, and to read
     answers = await asyncio.gather(*waiting, return_exceptions=True)
@@ -346,16 +346,16 @@ async def test_what_a_client_sent_does_not_come_back_whole(service: Service) -> 
 
 async def test_what_is_not_served_is_404_or_503(service: Service) -> None:
     with pytest.raises(ModelNotFound, match="none yet"):
-        service.router.open(ask())
+        service.router.queue_call(ask())
     worker = await service.worker()
     service.tell(worker.status("loading"))
     with pytest.raises(ModelUnavailable, match="not ready yet"):
-        service.router.open(ask())
+        service.router.queue_call(ask())
     service.tell(worker.status("failed", "no such file"))
     with pytest.raises(ModelUnavailable, match="no such file"):
-        service.router.open(ask())
+        service.router.queue_call(ask())
     with pytest.raises(ModelNotFound, match="the models are: m"):
-        service.router.open(InflightRequest("other", SamplingParams(), prompt="x"))
+        service.router.queue_call(InflightRequest("other", SamplingParams(), prompt="x"))
 
 
 def two_models(*rules: KeyRule, default: str = "") -> Topology:
@@ -388,7 +388,7 @@ async def test_a_key_that_may_not_use_the_default_model_gets_one_of_its_own(
 
 async def test_what_waits_is_told_when_nothing_will_come(service: Service) -> None:
     [worker] = await service.up(step_s=0.01, slots=1)
-    running, waiting = (service.router.open(ask(tokens=500)) for _ in range(2))
+    running, waiting = (service.router.queue_call(ask(tokens=500)) for _ in range(2))
     service.tell(worker.status("failed", "gave up"))
     worker.kill()
     for call in (running, waiting):
@@ -398,10 +398,10 @@ async def test_what_waits_is_told_when_nothing_will_come(service: Service) -> No
 
 async def test_draining_lets_what_is_in_flight_finish(service: Service) -> None:
     [worker] = await service.up(step_s=0.002)
-    call = service.router.open(ask(tokens=20))
+    call = service.router.queue_call(ask(tokens=20))
     service.tell(worker.status(), draining=True)
     with pytest.raises(ModelUnavailable, match="shutting down"):
-        service.router.open(ask())
+        service.router.queue_call(ask())
     assert not service.router.idle.is_set()
     assert await answer(call) == echo("hello ", 20)
     assert service.router.idle.is_set()
@@ -417,7 +417,7 @@ async def test_what_is_incomplete_before_the_drain_is_served_and_what_comes_late
     with pytest.raises(ModelUnavailable, match="shutting down"):
         router.hold_incomplete(IncompleteRequest(1, lambda error: None))
     assert not router.idle.is_set()
-    call = copy_context().run(lambda: (INCOMPLETE.set(True), router.open(ask(tokens=2)))[1])
+    call = copy_context().run(lambda: (INCOMPLETE.set(True), router.queue_call(ask(tokens=2)))[1])
     router.release_incomplete(before)
     assert await answer(call) == echo("hello ", 2)
     assert router.idle.is_set()
@@ -426,7 +426,7 @@ async def test_what_is_incomplete_before_the_drain_is_served_and_what_comes_late
 async def test_a_stop_string_across_steps_ends_the_job_in_the_engine(service: Service) -> None:
     [worker] = await service.up(**ENDLESS)
     params = SamplingParams(max_tokens=ENDLESS_TOKENS, stop=("lo he",))
-    call = service.router.open(InflightRequest("m", params, prompt="hello "))
+    call = service.router.queue_call(InflightRequest("m", params, prompt="hello "))
     assert await answer(call) == "hel"
     await until(lambda: worker.running == 0)
 
@@ -456,7 +456,7 @@ async def test_a_stop_string_that_straddles_the_break(
     """The worker dies after `at` tokens, before, amid and after the string's beginning."""
     [first] = await service.up(step_s=0.001)
     params = SamplingParams(max_tokens=100, stop=("efghab",))
-    call = service.router.open(InflightRequest("m", params, prompt="abcdefgh", stream=stream))
+    call = service.router.queue_call(InflightRequest("m", params, prompt="abcdefgh", stream=stream))
     replica = call.replica
     assert replica is not None
     await until(lambda: len(call.emitted) >= at)
@@ -476,7 +476,7 @@ async def test_a_stop_string_that_straddles_the_break(
 async def test_the_last_answers_of_a_dead_worker_are_taken(service: Service) -> None:
     """It finished them and died; and the gateway, not having read yet, writes to it."""
     [worker] = await scripted(service)
-    calls = [service.router.open(ask(tokens=6)) for _ in range(3)]
+    calls = [service.router.queue_call(ask(tokens=6)) for _ in range(3)]
     await until(lambda: len(worker.jobs) == 3)
     cancelled, *rest = calls
     for job in list(worker.jobs):
@@ -490,9 +490,9 @@ async def test_the_last_answers_of_a_dead_worker_are_taken(service: Service) -> 
 
 async def test_what_cannot_be_resumed_ends_with_an_error_or_begins_anew(service: Service) -> None:
     [worker] = await scripted(service, resumes=False)
-    begun = service.router.open(ask(tokens=6))
-    whole = service.router.open(ask(tokens=6, stream=False))
-    fresh = service.router.open(ask(tokens=6))
+    begun = service.router.queue_call(ask(tokens=6))
+    whole = service.router.queue_call(ask(tokens=6, stream=False))
+    fresh = service.router.queue_call(ask(tokens=6))
     await until(lambda: len(worker.jobs) == 3)
     for job in list(worker.jobs)[:2]:
         worker.generate(job, 3)
@@ -507,7 +507,7 @@ async def test_what_cannot_be_resumed_ends_with_an_error_or_begins_anew(service:
 
 async def test_half_an_answer_is_an_error_not_an_answer(service: Service) -> None:
     [worker] = await scripted(service)
-    call = service.router.open(ask(tokens=6, stream=False), timeout_s=0.2)
+    call = service.router.queue_call(ask(tokens=6, stream=False), timeout_s=0.2)
     await until(lambda: worker.jobs)
     worker.generate(1, 3)
     with pytest.raises(DeadlineExceeded, match="running"):
@@ -523,7 +523,7 @@ async def test_suspects_are_tried_one_at_a_time_and_away_from_the_others(
         [worker] = await scripted(service)
         if not deaths:
             for call in suspects:
-                router.open(call)
+                router.queue_call(call)
         await until(lambda: len(worker.jobs) == 3)  # noqa: B023
         worker.kill()
         await until(lambda: suspects[0].replica is None)
@@ -531,7 +531,7 @@ async def test_suspects_are_tried_one_at_a_time_and_away_from_the_others(
     await until(lambda: ward.jobs or other.jobs)
     if other.jobs:
         ward, other = other, ward
-    innocents = [router.open(ask("x", 6)) for _ in range(5)]
+    innocents = [router.queue_call(ask("x", 6)) for _ in range(5)]
     await until(lambda: len(other.jobs) == 4)
     assert (len(ward.jobs), router.routes["m"].waiting) == (1, 3), "nothing joins the suspect"
     assert [router.position(call) for call in suspects] == [None, 0, 1]
@@ -558,13 +558,13 @@ async def test_a_stalled_worker_gets_nothing_new_and_the_model_is_not_ready(
     service: Service,
 ) -> None:
     [worker] = await scripted(service)
-    call = service.router.open(ask(tokens=6))
+    call = service.router.queue_call(ask(tokens=6))
     await until(lambda: worker.jobs)
     worker.state = "stalled"
     service.tell(worker.status())
     route = service.router.routes["m"]
     assert not route.ready and not route.is_permanently_down
-    late = service.router.open(ask(tokens=6))
+    late = service.router.queue_call(ask(tokens=6))
     assert (route.running, route.waiting) == (1, 1), "one waits for the end of the other's worker"
     worker.kill()
     await until(lambda: call.replica is None)
@@ -578,7 +578,7 @@ async def test_an_open_breaker_is_503_with_retry_after_at_once(service: Service)
     worker.kill()
     service.tell(worker.status("failed", "it died 5 times in a minute"))
     with pytest.raises(ModelUnavailable, match="5 times") as refused:
-        service.router.open(ask())
+        service.router.queue_call(ask())
     assert refused.value.retry_after_s
 
 
@@ -588,7 +588,7 @@ async def test_a_gateway_that_has_just_started_waits_for_its_connections(
     worker = await service.worker()
     service.tell(worker.status())
     assert not service.router.routes["m"].ready
-    assert await answer(service.router.open(ask(tokens=3))) == "hel"
+    assert await answer(service.router.queue_call(ask(tokens=3))) == "hel"
 
 
 async def test_identical_requests_that_wait_are_quarantined_too(service: Service) -> None:
@@ -596,15 +596,15 @@ async def test_identical_requests_that_wait_are_quarantined_too(service: Service
     poison: InflightRequest | None = None
     for _ in range(3):
         [worker] = await scripted(service)
-        poison = poison or router.open(ask("poison"))
+        poison = poison or router.queue_call(ask("poison"))
         await until(lambda: len(worker.jobs) == 1)  # noqa: B023
         worker.kill()
         await until(lambda: poison.replica is None)  # noqa: B023
         if poison.deaths == 2:
             worker.state = "backoff"
             service.tell(worker.status())
-            waiting = router.open(ask("poison", key="another"))
-            other = router.open(ask("other "))
+            waiting = router.queue_call(ask("poison", key="another"))
+            other = router.queue_call(ask("other "))
     assert poison is not None
     for call in (poison, waiting):
         with pytest.raises(RequestQuarantined):
@@ -617,10 +617,10 @@ async def test_identical_requests_that_wait_are_quarantined_too(service: Service
 async def test_a_full_queue_keeps_out_only_those_who_filled_it(service: Service) -> None:
     service.max_queue = 4
     await service.up(step_s=0.002, slots=1)
-    crowd = [service.router.open(ask(key="crowd")) for _ in range(5)]
-    light = service.router.open(ask("light ", key="light"))
+    crowd = [service.router.queue_call(ask(key="crowd")) for _ in range(5)]
+    light = service.router.queue_call(ask("light ", key="light"))
     with pytest.raises(QueueFull):
-        service.router.open(ask(key="crowd"))
+        service.router.queue_call(ask(key="crowd"))
     with pytest.raises(QueueFull):
         await answer(crowd[-1])
     assert await answer(light) == echo("light ", 24)
@@ -668,10 +668,10 @@ async def test_deaths_at_another_gateway_isolate_what_waits_and_what_comes(
     service: Service,
 ) -> None:
     await service.up(step_s=0.002, slots=1)
-    running, waiting = (service.router.open(ask_from_address()) for _ in range(2))
+    running, waiting = (service.router.queue_call(ask_from_address()) for _ in range(2))
     service.router.add_source_report(news_of_another(service, 2))
     assert waiting.alone_until
-    new, stranger = service.router.open(ask_from_address()), service.router.open(ask())
+    new, stranger = service.router.queue_call(ask_from_address()), service.router.queue_call(ask())
     assert new.alone_until and not stranger.alone_until
     for call in (running, waiting, new, stranger):
         assert await answer(call) == echo("hello ", 24)
@@ -679,15 +679,15 @@ async def test_deaths_at_another_gateway_isolate_what_waits_and_what_comes(
 
 async def test_what_waits_is_refused_with_its_source_by_another_gateway(service: Service) -> None:
     [worker] = await service.up(step_s=0.002, slots=1)
-    running, waiting = (service.router.open(ask_from_address()) for _ in range(2))
-    stranger = service.router.open(ask())
+    running, waiting = (service.router.queue_call(ask_from_address()) for _ in range(2))
+    stranger = service.router.queue_call(ask())
     entry = Quarantined(f"address:{ADDRESS}", "m", 0.0, 60.0)
     status = service.router.routes["m"].status
     service.router.apply_topology(Topology((status,), gateways=2, quarantined=(entry,)))
     with pytest.raises(SourceQuarantined):
         await answer(waiting)
     with pytest.raises(SourceQuarantined):
-        service.router.open(ask_from_address())
+        service.router.queue_call(ask_from_address())
     assert await answer(running) == await answer(stranger) == echo("hello ", 24)
     assert worker.running == 0
 
@@ -697,11 +697,11 @@ async def test_a_whole_answer_that_waits_again_is_refused_with_its_source(
 ) -> None:
     """Its client has nothing of it, whatever a worker has computed before it died."""
     await service.up(step_s=0.002, slots=1)
-    running = service.router.open(ask())
+    running = service.router.queue_call(ask())
     whole, stream = (ask_from_address() for _ in range(2))
     whole.stream, stream.stream = False, True
     for call in (whole, stream):
-        service.router.open(call)
+        service.router.queue_call(call)
         call.emitted = [ord("h")]
     found = waiting_of(service.router.routes["m"], f"address:{ADDRESS}")
     assert found == [whole]
@@ -712,14 +712,14 @@ async def test_a_whole_answer_that_waits_again_is_refused_with_its_source(
 async def test_an_answer_under_way_speaks_for_its_address(service: Service) -> None:
     [worker] = await service.up(step_s=0.002)
     service.tell(worker.status(), gateways=2)
-    long = service.router.open(ask_from_address(tokens=5000))
+    long = service.router.queue_call(ask_from_address(tokens=5000))
     await until(lambda: long.proven)
     news = news_of_another(service, 3)
     sure = tuple(replace(death, sure=True) for death in news.deaths)
     service.router.add_source_report(replace(news, deaths=sure))
     await until(lambda: service.news)
     assert service.news[0].passed == {f"address:{ADDRESS}": 0}
-    call = service.router.open(ask_from_address())
+    call = service.router.queue_call(ask_from_address())
     assert call.alone_until and call.not_before_s > time.monotonic(), "it waits, it is not refused"
     for one in (call, long):
         one.cancel()
@@ -729,12 +729,12 @@ async def test_a_crowd_of_a_suspected_address_keeps_out_only_itself(service: Ser
     service.max_queue = 4
     await service.up(step_s=0.002, slots=1)
     charge_address(service)
-    crowd = [service.router.open(ask_from_address(key="crowd")) for _ in range(5)]
+    crowd = [service.router.queue_call(ask_from_address(key="crowd")) for _ in range(5)]
     assert all(call.alone_until for call in crowd)
-    light = service.router.open(ask_from_address("light ", "light"))
+    light = service.router.queue_call(ask_from_address("light ", "light"))
     assert [service.router.position(call) for call in (crowd[1], light)] == [0, 1], "it has a turn"
     with pytest.raises(QueueFull):
-        service.router.open(ask_from_address(key="crowd"))
+        service.router.queue_call(ask_from_address(key="crowd"))
     with pytest.raises(QueueFull):
         await answer(crowd[-1])
     assert await answer(light) == echo("light ", 24)
@@ -773,14 +773,14 @@ def large(key: str = "", mib: int = 1) -> InflightRequest:
 async def test_what_waits_is_bounded_in_bytes(service: Service) -> None:
     await service.up(step_s=0.01, slots=1, max_context=100 * MIB)
     limit_queue(service, 4 * MIB)
-    running = service.router.open(ask())
-    waiting = [service.router.open(large()) for _ in range(3)]
+    running = service.router.queue_call(ask())
+    waiting = [service.router.queue_call(large()) for _ in range(3)]
     with pytest.raises(QueueFull, match="hold 4 MiB already") as refused:
-        service.router.open(large())
+        service.router.queue_call(large())
     assert refused.value.retry_after_s
-    small = service.router.open(ask())
+    small = service.router.queue_call(ask())
     waiting[0].cancel()
-    waiting.append(service.router.open(large()))
+    waiting.append(service.router.queue_call(large()))
     for call in (running, small, *waiting):
         call.cancel()
     assert service.router.routes["m"].queue.size_bytes == 0
@@ -789,13 +789,13 @@ async def test_what_waits_is_bounded_in_bytes(service: Service) -> None:
 async def test_bytes_keep_out_only_those_who_filled_the_queue(service: Service) -> None:
     await service.up(step_s=0.002, slots=1, max_context=100 * MIB)
     limit_queue(service, 4 * MIB)
-    running = service.router.open(ask())
-    crowd = [service.router.open(large("crowd")) for _ in range(3)]
-    light = service.router.open(large("light"))
+    running = service.router.queue_call(ask())
+    crowd = [service.router.queue_call(large("crowd")) for _ in range(3)]
+    light = service.router.queue_call(large("light"))
     with pytest.raises(QueueFull):
         await answer(crowd[-1])
     with pytest.raises(QueueFull):
-        service.router.open(large("crowd"))
+        service.router.queue_call(large("crowd"))
     for call in (running, light, *crowd[:-1]):
         await answer(call)
     assert service.router.routes["m"].queue.size_bytes == 0
@@ -806,12 +806,12 @@ async def test_bytes_of_a_suspected_address_count_too(service: Service) -> None:
     limit_queue(service, 4 * MIB)
     charge_address(service)
     route = service.router.routes["m"]
-    running = service.router.open(ask_from_address())
-    waiting = [service.router.open(ask_from_address("x" * MIB, "crowd", 2)) for _ in range(3)]
+    running = service.router.queue_call(ask_from_address())
+    waiting = [service.router.queue_call(ask_from_address("x" * MIB, "crowd", 2)) for _ in range(3)]
     assert route.suspects.size_bytes > 3 * MIB
     with pytest.raises(QueueFull, match="hold 4 MiB already"):
-        service.router.open(ask_from_address("x" * MIB, "crowd", 2))
-    light = service.router.open(ask_from_address("x" * MIB, "light", 2))
+        service.router.queue_call(ask_from_address("x" * MIB, "crowd", 2))
+    light = service.router.queue_call(ask_from_address("x" * MIB, "light", 2))
     with pytest.raises(QueueFull):
         await answer(waiting[-1])
     for call in (running, light, *waiting[:-1]):
@@ -826,10 +826,10 @@ async def test_what_cannot_fit_is_refused_before_it_waits(service: Service) -> N
         route.status, info=replace(INFO, max_context=1000, token_bytes=4, serves=SERVES)
     )
     route.set_status(status)
-    running = service.router.open(ask())
+    running = service.router.queue_call(ask())
     for prompt in ("é" * 3000, [1] * 1001):
         with pytest.raises(ContextLengthExceeded, match="context is 1000 tokens") as refused:
-            service.router.open(InflightRequest("m", SamplingParams(), prompt=prompt))
+            service.router.queue_call(InflightRequest("m", SamplingParams(), prompt=prompt))
         assert refused.value.param == "prompt"
     fits: list[InflightRequest] = [
         InflightRequest("m", SamplingParams(), prompt="x" * 3999),
@@ -838,5 +838,5 @@ async def test_what_cannot_fit_is_refused_before_it_waits(service: Service) -> N
         InflightRequest("m", SamplingParams(), messages=[ChatMessage("assistant", "x" * 9999)]),
         InflightRequest("m", SamplingParams(), prompt="x" * 9999, more={"task": "tokenize"}),
     ]
-    for call in [running, *(service.router.open(call) for call in fits)]:
+    for call in [running, *(service.router.queue_call(call) for call in fits)]:
         call.cancel()

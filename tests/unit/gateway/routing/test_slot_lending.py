@@ -29,7 +29,7 @@ def ask(router: Router, count: int) -> list[InflightRequest]:
     calls = [
         InflightRequest("m", SamplingParams(max_tokens=50), prompt="abc") for _ in range(count)
     ]
-    return [router.open(call) for call in calls]
+    return [router.queue_call(call) for call in calls]
 
 
 def running(router: Router) -> int:

@@ -43,7 +43,7 @@ def test_what_comes_through_in_another_attempt_is_cleared_and_what_hangs_up_is_c
         sources.add_death([innocent, poison], sure=False, now_s=float(at))
         assert not sources.has_suspects(float(at)) or at
         sources.charge_suspect(poison)
-        sources.clear(innocent)
+        sources.clear_suspect(innocent)
     assert sources.judge("address:a", 2.0) is Verdict.FREE
     assert sources.judge("address:b", 2.0) is Verdict.ALONE
     assert sources.judge("address:b", 2.0 + HALF_LIFE_S) is Verdict.FREE
@@ -66,7 +66,7 @@ def test_one_address_for_all_is_cleared_as_they_come_through() -> None:
         running = [Suspect(("address:a", f"f{at}-{n}")) for n in range(5)]
         sources.add_death(running, sure=False, now_s=at * 3.0)
         for suspect in running:
-            sources.clear(suspect)
+            sources.clear_suspect(suspect)
         assert sources.judge("address:a", at * 3.0) is Verdict.FREE
 
 
@@ -239,7 +239,7 @@ def test_the_innocent_at_another_gateway_share_a_death_until_they_are_cleared() 
         innocents += crowd
     assert gateways.judge() == [Verdict.FREE] * 2
     for suspect in innocents:
-        gateways.both[1].clear(suspect)
+        gateways.both[1].clear_suspect(suspect)
     gateways.tell()
     assert gateways.judge() == [Verdict.ALONE] * 2
 

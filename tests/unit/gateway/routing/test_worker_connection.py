@@ -119,7 +119,7 @@ class Scene:
     async def run(self, *calls: InflightRequest) -> None:
         """Send calls, and wait until the worker has them."""
         for call in calls:
-            self.worker.run(call)
+            self.worker.send_call(call)
             call.wire_id = self.worker.last_id
         sent = [call.wire_id for call in calls]
         have: Callable[[], bool] = lambda: {*sent} <= {one.id for one in self.generates}  # noqa: E731
@@ -272,7 +272,7 @@ async def test_the_client_reads_why_its_call_failed(scene: Scene) -> None:
 async def test_what_cannot_be_sent_fails_alone(scene: Scene) -> None:
     worker = await scene.connect()
     call = InflightRequest("m", SamplingParams(max_tokens=5, seed=2**70), prompt="abc")
-    worker.run(call)
+    worker.send_call(call)
     await until(lambda: call.done, "it has failed")
     assert worker.credits == SLOTS and worker.routable
 

@@ -66,7 +66,7 @@ class Runner(LeaseRunner[Row]):
 async def runner(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Runner]:
     monkeypatch.setattr(leases, "LOOK_EVERY_S", 3600.0)
     runner = Runner()
-    running = asyncio.create_task(runner.run())
+    running = asyncio.create_task(runner.run_held_rows())
     yield runner
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
@@ -128,7 +128,7 @@ async def test_without_rows_to_run_it_sleeps_until_the_rules_change(
     monkeypatch.setattr(leases, "LOOK_EVERY_S", 0.001)
     runner = Runner()
     runner.held = None
-    running = asyncio.create_task(runner.run())
+    running = asyncio.create_task(runner.run_held_rows())
     try:
         await poll_async("the first look", lambda: runner.looks == 1)
         for _ in range(50):
@@ -146,7 +146,7 @@ async def test_without_rows_to_run_it_sleeps_until_the_rules_change(
 
 async def test_an_end_at_the_moment_of_a_wake_is_an_end() -> None:
     runner = Runner()
-    running = asyncio.create_task(runner.run())
+    running = asyncio.create_task(runner.run_held_rows())
     await poll_async("it has looked", lambda: runner.looks == 1)
     runner.woken.set()
     await asyncio.sleep(0)  # the waiter's future is done, and its task has not gone on
@@ -158,7 +158,7 @@ async def test_an_end_at_the_moment_of_a_wake_is_an_end() -> None:
 async def test_its_end_ends_the_work_and_waits_for_it() -> None:
     runner = Runner()
     runner.held = [Row("a")]
-    running = asyncio.create_task(runner.run())
+    running = asyncio.create_task(runner.run_held_rows())
     await poll_async("it has begun", lambda: runner.begun["a"] == 1)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)

@@ -254,7 +254,7 @@ def test_operations_have_the_names_of_the_convention(
 async def test_what_a_router_does_not_take_is_counted_without_the_name_it_was_given() -> None:
     router = Router("test")
     with pytest.raises(ModelNotFound):
-        router.open(InflightRequest("made-up-by-a-client", SamplingParams(), prompt="x"))
+        router.queue_call(InflightRequest("made-up-by-a-client", SamplingParams(), prompt="x"))
     found = told(router.measures)
     key = "servekit_requests_total", ("", "", "", "404", "model_not_found")
     assert found == {key: [1]}

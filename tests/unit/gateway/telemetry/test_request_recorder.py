@@ -22,7 +22,7 @@ def recorder(tmp_path: Path) -> RequestRecorder:
 def test_a_request_is_written_with_bounded_texts(recorder: RequestRecorder, tmp_path: Path) -> None:
     origin = RequestContext({b"x-request-id": b"r1"})
     origin.key = "alice"
-    recorder.note(b"/" + b"x" * 10_000, 404, origin)
+    recorder.note_request(b"/" + b"x" * 10_000, 404, origin)
     recorder.flush()
     (record,) = request_log.read_records(tmp_path)
     assert (record.id, record.key, record.status, len(record.endpoint)) == ("r1", "alice", 404, 200)
@@ -34,7 +34,7 @@ def test_what_is_too_much_for_a_second_is_counted(
 ) -> None:
     origin = RequestContext({})
     for _ in range(request_recorder.MOST_PENDING + 7):
-        recorder.note(b"/v1/completions", 200, origin)
+        recorder.note_request(b"/v1/completions", 200, origin)
     recorder.flush()
     assert len(request_log.read_records(tmp_path)) == request_recorder.MOST_PENDING
 
@@ -44,7 +44,7 @@ def test_files_are_bounded_and_the_newest_stay(
 ) -> None:
     monkeypatch.setattr(request_recorder, "MOST_BYTES", 1000)
     for number in range(100):
-        recorder.note(b"/x", 200, RequestContext({b"x-request-id": b"n%d" % number}))
+        recorder.note_request(b"/x", 200, RequestContext({b"x-request-id": b"n%d" % number}))
         recorder.flush()
     files = list((tmp_path / request_log.FOLDER).iterdir())
     assert sum(path.stat().st_size for path in files) < 2500
@@ -52,7 +52,7 @@ def test_files_are_bounded_and_the_newest_stay(
 
 
 def test_damaged_lines_are_left_out(recorder: RequestRecorder, tmp_path: Path) -> None:
-    recorder.note(b"/x", 200, RequestContext({}))
+    recorder.note_request(b"/x", 200, RequestContext({}))
     recorder.flush()
     assert recorder.path is not None
     with recorder.path.open("ab") as file:
@@ -62,7 +62,7 @@ def test_damaged_lines_are_left_out(recorder: RequestRecorder, tmp_path: Path) -
 
 def test_a_disk_that_refuses_disturbs_nobody(recorder: RequestRecorder, tmp_path: Path) -> None:
     (tmp_path / request_log.FOLDER).write_text("a file in the way")
-    recorder.note(b"/x", 200, RequestContext({}))
+    recorder.note_request(b"/x", 200, RequestContext({}))
     recorder.flush()
 
 

@@ -28,13 +28,13 @@ async def test_questions_reach_the_router_on_its_own_loop(
 ) -> None:
     await service.up()
     loops: list[asyncio.AbstractEventLoop] = []
-    opened = service.router.open
+    opened = service.router.queue_call
 
     def watched(call: InflightRequest, timeout_s: float | None = None) -> InflightRequest:
         loops.append(asyncio.get_running_loop())  # raises in a thread of Gradio's
         return opened(call, timeout_s)
 
-    monkeypatch.setattr(service.router, "open", watched)
+    monkeypatch.setattr(service.router, "queue_call", watched)
     supervisor = Supervisor(None, service.router.access)
     ui = await asyncio.to_thread(build_app, service.router, supervisor, 2**20)
     await ui.startup()

@@ -160,13 +160,13 @@ async def test_a_preset_is_asked_as_over_http(
     status = replace(service.router.routes["m"].status, info=info, presets=presets)
     service.router.apply_topology(Topology((status,)))
     calls: list[InflightRequest] = []
-    take = service.router.open
+    take = service.router.queue_call
 
     def open(call: InflightRequest, timeout_s: float | None = None) -> InflightRequest:
         calls.append(call)
         return take(call, timeout_s)
 
-    monkeypatch.setattr(service.router, "open", open)
+    monkeypatch.setattr(service.router, "queue_call", open)
     said = {}
     for model in ("fast", "same"):
         settings = Settings(max_tokens=3)

@@ -101,14 +101,14 @@ async def page(
     command = (sys.executable, ODD, str(tmp_path / "pid"))
     access = AccessRules(mcp=(McpServer("odd", command),))
     service.router.apply_topology(Topology((status,), access=access))
-    take = service.router.open
+    take = service.router.queue_call
 
     def open_once(call: InflightRequest, timeout_s: float | None = None) -> InflightRequest:
         assert call.messages is not None
         call.params = replace(call.params, max_tokens=len(call.messages[-1].content))
         return take(call, timeout_s)
 
-    monkeypatch.setattr(service.router, "open", open_once)
+    monkeypatch.setattr(service.router, "queue_call", open_once)
     servers = ToolServers(service.router.access)
     try:
         yield Page(service, servers)

@@ -17,7 +17,7 @@ HERE = "127.0.0.1"
 def doors() -> Iterator[Sockets]:
     made = Sockets()
     yield made
-    made.open(())
+    made.open_sockets(())
 
 
 def free_port() -> int:
@@ -36,10 +36,10 @@ def reached(port: int) -> bool:
 
 def test_they_stay_open_from_one_gateway_to_the_next(doors: Sockets) -> None:
     port, legacy = free_port(), free_port()
-    first = doors.open(((HERE, port), (HERE, legacy)))
-    assert doors.open(((HERE, port), (HERE, legacy))) == first
+    first = doors.open_sockets(((HERE, port), (HERE, legacy)))
+    assert doors.open_sockets(((HERE, port), (HERE, legacy))) == first
     assert reached(port) and reached(legacy)
-    assert doors.open(((HERE, port),)) == first[:1]
+    assert doors.open_sockets(((HERE, port),)) == first[:1]
     assert reached(port) and not reached(legacy)
 
 
@@ -48,7 +48,7 @@ def test_a_port_that_is_taken_is_told_and_nothing_is_left_open(doors: Sockets) -
     with socket.create_server((HERE, 0)) as holder:
         taken = holder.getsockname()[1]
         with pytest.raises(StartError, match=rf"{HERE}:{taken} is already in use by pid .*port"):
-            doors.open(((HERE, free), (HERE, taken)))
+            doors.open_sockets(((HERE, free), (HERE, taken)))
     assert not reached(free)
-    doors.open(((HERE, free), (HERE, taken)))
+    doors.open_sockets(((HERE, free), (HERE, taken)))
     assert reached(free) and reached(taken)

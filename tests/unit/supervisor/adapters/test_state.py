@@ -53,7 +53,7 @@ def test_workers_begin_with_what_is_expected_and_not_with_what_is_being_decided(
     assert book.surplus_adapters(["x", "y", "z"]) == ["x", "y", "z"]
     told = [(one.name, one.state, one.reason, one.since) for one in book.statuses([])]
     assert told == [("x", "failed", "broken", 4.0), ("y", "unloading", "", 5.0)]
-    book.forget("y")
+    book.forget_adapter("y")
     assert book.get("y") is None
 
 

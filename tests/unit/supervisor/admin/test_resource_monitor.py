@@ -45,7 +45,7 @@ def monitor(folder: Path, *lives: BigProcess) -> ResourceMonitor:
 async def test_the_event_loop_does_not_wait_for_a_memory_map(tmp_path: Path) -> None:
     big = BigProcess()
     one = monitor(tmp_path, big)
-    running = asyncio.create_task(one.run())
+    running = asyncio.create_task(one.monitor_resources())
     try:
         await poll_async("the map is read", big.asked.is_set)
         await asyncio.wait_for(one.memory(), 10)

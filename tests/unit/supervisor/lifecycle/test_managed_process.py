@@ -102,7 +102,7 @@ class Stage:
         self.host = host
         self.replica = host.replica = replica
         replica.policy = RestartPolicy(lambda: 0.5, Limits(first_s=0.01, longest_s=0.02))
-        self.task = asyncio.get_running_loop().create_task(replica.run())
+        self.task = asyncio.get_running_loop().create_task(replica.supervise())
 
     async def until(self, state: str) -> None:
         await self.host.until(lambda: self.replica.state == state)

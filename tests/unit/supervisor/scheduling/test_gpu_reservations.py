@@ -27,7 +27,7 @@ def test_what_is_promised_is_nobody_elses() -> None:
         "a/0's, and it claims 40.0 GiB, 10.0 GiB too much"
     )
     assert ledger.holders("GPU-1") == {}
-    ledger.release("a/0")
+    ledger.release_claim("a/0")
     ledger.reserve("b/0", wants)
     assert ledger.holders("GPU-0") == {"b/0": 40 * GIB}
 
@@ -55,7 +55,7 @@ def test_what_is_measured_promises_nothing_and_tells_excess() -> None:
     ledger.measured("a/0", {"GPU-0": 12 * GIB, "GPU-1": GIB})
     assert ledger.excess("a/0") == {"GPU-0": 2 * GIB}, "what strays is told elsewhere"
     assert ledger.room("GPU-0") == 90 * GIB
-    ledger.release("a/0")
+    ledger.release_claim("a/0")
     assert (ledger.held_bytes("a/0"), ledger.excess("a/0")) == ({}, {})
 
 
@@ -72,7 +72,7 @@ def test_no_byte_is_promised_twice(deeds: list[tuple[str, dict[str, int] | None]
     ledger = GpuReservations(GPUS, "5%")
     for holder, wants in deeds:
         if wants is None:
-            ledger.release(holder)
+            ledger.release_claim(holder)
             continue
         wanted = {uuid: size * GIB for uuid, size in wants.items()}
         try:

@@ -248,9 +248,11 @@ def test_the_projector_of_a_gguf_model(tmp_path: Path) -> None:
 def test_a_damaged_folder_is_told_in_a_sentence(tmp_path: Path, text: str) -> None:
     path = folder(tmp_path / "m")
     (path / "model.safetensors.index.json").write_text(text)
-    assert "model.safetensors.index.json is damaged: it has to be JSON" in of(path).note(0)
+    assert "model.safetensors.index.json is damaged: it has to be JSON" in of(path).describe_claim(
+        0
+    )
     (path / "config.json").write_text(text)
-    assert of(path).note(0).endswith("config.json is damaged: it has to be a JSON object")
+    assert of(path).describe_claim(0).endswith("config.json is damaged: it has to be a JSON object")
 
 
 def test_what_is_not_here_is_not_known(tmp_path: Path) -> None:
@@ -259,7 +261,7 @@ def test_what_is_not_here_is_not_known(tmp_path: Path) -> None:
     found = estimate(model, spot, {"HOME": str(tmp_path)})
     assert found is not None
     assert found.unknown == "not fetched yet, so its size is not known"
-    assert found.note(0) == found.unknown
+    assert found.describe_claim(0) == found.unknown
     echo = ModelConfig.model_validate({"name": "a", "path": "x", "engine": "echo"})
     assert estimate(echo, spot, {}) is None
 
@@ -316,7 +318,7 @@ def test_one_that_fits_is_told_with_the_plan(tmp_path: Path) -> None:
     model = {"name": "a", "path": str(folder(tmp_path / "m")), "memory": "20GiB"}
     file = write_config(tmp_path, [model])
     plan = Source(file, environ={"HOME": str(tmp_path)}).plan(gpus())
-    note = plan.estimates["a"].note(20 * GIB)
+    note = plan.estimates["a"].describe_claim(20 * GIB)
     assert note.endswith("too few for a request that fills the context")
 
 

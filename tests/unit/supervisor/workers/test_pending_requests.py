@@ -62,7 +62,7 @@ async def test_answers_find_their_requests_in_any_order(scene: Scene) -> None:
     scene.pending.take_answer(AdapterLoaded(1, INFO))
     assert await load == AdapterLoaded(1, INFO)
     assert (await unload, await wake) == (AdapterUnloaded(2, "y"), Awake(2.0))
-    assert not scene.pending.open
+    assert not scene.pending.is_open
 
 
 @pytest.mark.parametrize(
@@ -132,12 +132,12 @@ async def test_an_order_that_cannot_be_sent_is_open_no_longer(scene: Scene) -> N
     late: Callable[[], None] = lambda: None  # noqa: E731
     with pytest.raises(OSError, match="gone"):
         await scene.pending.send(Sleep(), refuse, "slept", late, 60.0)
-    assert not scene.pending.open
+    assert not scene.pending.is_open
 
 
 async def test_only_loads_of_adapters_count_as_such(scene: Scene) -> None:
     tasks = [await scene.send(Sleep()), await scene.send(UnloadAdapter(1, "x"))]
-    assert scene.pending.open and not scene.pending.loads_adapter
+    assert scene.pending.is_open and not scene.pending.loads_adapter
     tasks.append(await scene.send(LoadAdapter(2, SPEC)))
     assert scene.pending.loads_adapter
     scene.pending.answer_death("m/0", "")

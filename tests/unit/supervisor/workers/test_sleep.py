@@ -91,7 +91,7 @@ async def test_an_open_order_is_answered_by_its_death(play: Play) -> None:
     replica = stage.replica
     assert await replica.sleep(told) == ""
     waking = asyncio.ensure_future(replica.wake())
-    await poll_async("the order is sent", lambda: replica.admin.open)
+    await poll_async("the order is sent", lambda: replica.admin.is_open)
     os.kill(stage.replica.pid, signal.SIGKILL)
     assert await asyncio.wait_for(waking, 10) == "its worker died"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from servekit.engines.transformers.batching.kv_cache import (
-    Plan,
+    CachePlan,
     Shape,
     plan_cache,
 )
@@ -17,7 +17,7 @@ MIB = 2**20
 SMALL = Shape(layers=30, heads=9, kv_heads=3, head_dim=64, itemsize=4, hidden=576, vocab_size=49152)
 
 
-def small_plan(available_bytes: int, **options: int | None) -> Plan:
+def small_plan(available_bytes: int, **options: int | None) -> CachePlan:
     known = {"max_context": 8192, "block_size": 32}
     return plan_cache(SMALL, cuda=False, available_bytes=available_bytes, **known | options)  # type: ignore[arg-type]
 

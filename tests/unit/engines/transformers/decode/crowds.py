@@ -48,7 +48,7 @@ def wish(*, ahead: bool) -> StepOptions:
 def runner(folder: Path, decode: StepOptions | None, blocks: int = 200) -> ContinuousRunner:
     loads: Any = AutoModelForCausalLM  # untyped in part
     model = loads.from_pretrained(folder, attn_implementation="sdpa").eval()
-    plan = kv_cache.Plan(blocks, BLOCK, batch_tokens=256, slots=16, token_bytes=1024)
+    plan = kv_cache.CachePlan(blocks, BLOCK, batch_tokens=256, slots=16, token_bytes=1024)
     return ContinuousRunner(model, plan, by_request=True, decode=decode)
 
 

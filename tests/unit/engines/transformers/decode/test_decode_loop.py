@@ -176,7 +176,7 @@ def test_all_that_a_crowd_needs_is_recorded_ahead(
         return [texts(Crowd.of(2, 12, hows, 40).run(engine)) for hows in (UNWATCHED, WATCHED)]
 
     expected = say(runner(tiny_model, wish(ahead=True)))
-    monkeypatch.setattr(Graphs, "run", noting)
+    monkeypatch.setattr(Graphs, "run_graph", noting)
     engine = runner(tiny_model, wish(ahead=True))
     assert engine._decoder is not None
     engine._decoder._steps.graphs.on = True  # their sizes

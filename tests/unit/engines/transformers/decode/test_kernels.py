@@ -80,7 +80,7 @@ for heads, kv_heads, width, size, dtype in (
     shape = kernels.Shape(heads, kv_heads, width, size, dtype, torch.device("cpu"))
     for lengths in ([1, 7, size, size + 1, 300], [5]):
         case = kernels.make_example(shape, lengths)
-        found = paged_triton.attend(*case).float()
+        found = paged_triton.compute_paged_attention(*case).float()
         expected = kernels.reference_attention(*case).float()
         assert float((found - expected).norm() / expected.norm()) < 1e-3, (shape, lengths)
     assert paged_triton.splits_of(1, 2, 10_000) == 32

@@ -140,5 +140,5 @@ def test_a_recording_that_the_library_would_cut_is_refused(
     processor = LIBRARY.AutoProcessor.from_pretrained(tmp_path)
     encoder = MediaEncoder(processor, ChatTemplate(processor.tokenizer))
     with pytest.raises(RequestError, match="recording 2 is longer than the 30 s that the model"):
-        encoder.encode_media([say("user", LOW, record(1, 30.1))])
-    assert encoder.encode_media([say("user", LOW, record(1, 30.0))]).ids
+        encoder.encode_chat([say("user", LOW, record(1, 30.1))])
+    assert encoder.encode_chat([say("user", LOW, record(1, 30.0))]).ids

@@ -167,14 +167,7 @@ async def test_the_reason_tells_the_limit_asked_for_from_the_contexts_end(
 
 async def test_a_prefill_is_gone_on_with(service: Service) -> None:
     [worker] = await service.up()
-    seen: list[Any] = []
-    accept = worker.runner.accept
-
-    def watching(peer: Any, request: Any) -> None:
-        seen.append(request)
-        accept(peer, request)
-
-    worker.runner.accept = watching  # type: ignore[method-assign]
+    seen = worker.record_requests()
     app = Application(service.router, 2**20, ui=False)
     body = asking("x")
     body["messages"] = [

@@ -211,16 +211,8 @@ async def test_ps_says_when_an_unused_model_will_leave(
 
 
 async def test_a_tools_message_answers_the_call_of_its_name(service: Service) -> None:
-    seen: list[Any] = []
     async with await client(service) as http:
-        runner = service.workers[0].runner
-        accept = runner.accept
-
-        def watching(peer: Any, request: Any) -> None:
-            seen.append(request)
-            accept(peer, request)
-
-        runner.accept = watching  # type: ignore[method-assign]
+        seen = service.workers[0].record_requests()
         calls: list[Any] = [
             {"function": {"name": name, "arguments": {}}} for name in ("look", "see")
         ]

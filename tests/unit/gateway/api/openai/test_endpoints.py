@@ -17,7 +17,7 @@ class Heard:
     """Where a response stands: keeps what it is told to answer."""
 
     headers: ClassVar[dict[bytes, bytes]] = {}
-    open = True
+    is_writable = True
     response_started = False
 
     def __init__(self, body: dict[str, Any]) -> None:

@@ -204,7 +204,7 @@ async def test_requests_of_a_page_are_in_the_request_log(
     def note(path: str, status: int, origin: RequestContext) -> None:
         noted.append((path, status, origin.calls))
 
-    monkeypatch.setattr(RECORDER, "note", note)
+    monkeypatch.setattr(RECORDER, "note_request", note)
     await service.up(**ENDLESS)
     runs = Runs(service.router)
     await told(runs, chat(tokens=5))
