@@ -7,7 +7,6 @@ times that on a busy machine, and that of a process which is stuck in the kernel
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 import os
 import time
@@ -19,6 +18,7 @@ import structlog
 from servekit.protocol.messages import GpuStatus
 from servekit.supervisor.deployments.deployment_manager import DeploymentManager
 from servekit.supervisor.lifecycle.managed_process import AnyChild, ManagedProcess
+from servekit.supervisor.pace import Pace
 from servekit.supervisor.process.run_dir import RunDir
 from servekit.system import procfs, shared_memory, subreaper
 from servekit.system.gpu_memory_audit import one_look, pids_by_group
@@ -26,18 +26,15 @@ from servekit.system.gpus import gpu_memory_by_pid, gpus_in_use
 from servekit.system.orphan_cleanup import MARK, Started
 from servekit.system.rlimits import count_open_files, is_shortage
 from servekit.system.shared_memory import Segment
-from servekit.system.timers import next_tick_s
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
-#: Interval of the looks at /dev/shm; at rest, when what follows is as seldom, too.
-_LOOK_EVERY_S, _LOOK_AT_REST_S = 0.2, 2.0
 #: The age of figures that are fresh enough for an operator.
 _FRESH_S = 1.0
-#: Looks between measurements of memory and open files, but at rest.
-_MEMORY_EVERY = 10
-#: Looks between measurements that take milliseconds: NVML, the memory maps of all processes.
-_REST_EVERY = 25
+#: The time between measurements of memory and open files, and at rest.
+_MEMORY_EVERY_S, _MEMORY_AT_REST_S = 2.0, 50.0
+#: The same of what takes milliseconds: NVML, the memory maps of all processes.
+_REST_EVERY_S, _REST_AT_REST_S = 5.0, 50.0
 #: The share of the files that a process may open from which an operator is warned.
 _SCARCE = 0.9
 
@@ -51,39 +48,43 @@ class ResourceMonitor:
         lives: Callable[[], Sequence[ManagedProcess[Any]]],
         run_dir: RunDir,
         on_descendants: Callable[[], None],
-        is_at_rest: Callable[[], bool] = lambda: False,
+        pace: Pace,
     ) -> None:
         self._deployments, self._lives = deployments, lives
-        self._on_descendants, self._is_at_rest = on_descendants, is_at_rest
+        self._on_descendants, self._pace = on_descendants, pace
         self._run_dir = run_dir
         self._segments: set[Segment] = set()
         self._short_of_files: set[str] = set()
         self._shm_changed_at = -1
         #: The segments in /dev/shm at the last two looks.
         self._present: tuple[frozenset[Segment], ...] = (frozenset(), frozenset())
-        self._refreshed_s = -math.inf
+        self._memory_s = self._rest_s = self._refreshed_s = -math.inf  # when it was measured
         self.descendants: tuple[Started, ...] = ()
         self.in_use: tuple[GpuStatus, ...] = ()
 
     async def run(self) -> None:
         """Measure what is due, until cancelled."""
-        for count in itertools.count():
+        while True:
             try:
-                await self._measure_due(count)
+                await self._measure_due(time.monotonic())
             except Exception as error:  # a figure that cannot be read must not stop the others
                 if not is_shortage(error):  # `_check_files` warns of that
                     log.exception("measurement_failed")
-            every_s = _LOOK_AT_REST_S if self._is_at_rest() else _LOOK_EVERY_S
-            await asyncio.sleep(next_tick_s(every_s, time.monotonic()))
+            await self._pace.wait_for_tick()
 
-    async def _measure_due(self, count: int) -> None:
-        """Measure what is due; `count` is the number of looks so far."""
-        if count % (_REST_EVERY if self._is_at_rest() else _MEMORY_EVERY) == 0:
+    async def _measure_due(self, now_s: float) -> None:
+        """Measure what is due."""
+        at_rest = self._pace.is_at_rest()
+        is_due = now_s - self._rest_s >= (_REST_AT_REST_S if at_rest else _REST_EVERY_S)
+        if now_s - self._memory_s >= (_MEMORY_AT_REST_S if at_rest else _MEMORY_EVERY_S):
+            self._memory_s = now_s
             self._check_files()
             await self.memory()
-        if self._has_new_segments() or count % _REST_EVERY == 0:
+        if is_due:
+            self._rest_s = now_s
+        if self._has_new_segments() or is_due:
             await self._note_segments()
-        if count % _REST_EVERY == 0:
+        if is_due:
             await self._note_descendants()
             await self.gpus()
 

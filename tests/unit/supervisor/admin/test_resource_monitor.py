@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from servekit.supervisor.admin.resource_monitor import ResourceMonitor
+from servekit.supervisor.pace import Pace
 from servekit.system import shared_memory
 from servekit.system.shared_memory import Segment, recorded_segments
 from tests.polling import poll_async
@@ -39,7 +40,8 @@ class BigProcess:
 def monitor(folder: Path, *lives: BigProcess) -> ResourceMonitor:
     deployments: Any = SimpleNamespace(gpus=(), replicas=lambda: ())
     run_dir: Any = SimpleNamespace(path=folder)
-    return ResourceMonitor(deployments, lambda: cast("Any", lives), run_dir, lambda: None)
+    found = cast("Any", lives)
+    return ResourceMonitor(deployments, lambda: found, run_dir, lambda: None, Pace())
 
 
 async def test_the_event_loop_does_not_wait_for_a_memory_map(tmp_path: Path) -> None:
