@@ -574,6 +574,26 @@ async def test_an_error_in_another_thread_is_not_the_engines_death(
     assert (await scene.ping()).running == 0
 
 
+async def test_at_rest_only_its_own_request_wakes_a_worker(start: Start) -> None:
+    scene = await start()
+    await scene.boot()
+    await scene.ping()
+    loop: Any = asyncio.get_running_loop()
+    waits_s = [one.when() - loop.time() for one in loop._scheduled if not one.cancelled()]
+    assert len(waits_s) == 1 and waits_s[0] > module.PROBE_EVERY_S / 2
+
+
+async def test_a_socket_that_was_removed_is_there_again_after_a_ping(start: Start) -> None:
+    scene = await start()
+    await scene.boot()
+    Path(scene.spec.socket).unlink()  # noqa: ASYNC240
+    await scene.ping()
+    await until(Path(scene.spec.socket).is_socket)
+    await scene.ask("long")
+    Path(scene.spec.socket).unlink()  # noqa: ASYNC240
+    await scene.worker._send_probe(scene.of(Ready)[0].info)  # it dials itself, before any ping
+
+
 async def test_a_death_that_nobody_told_of_is_seen_by_the_next_ping(start: Start) -> None:
     scene = await start()
     await scene.boot()
