@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from types import SimpleNamespace
@@ -14,38 +13,13 @@ import pytest
 from servekit.supervisor import pace
 from servekit.supervisor.pace import TICK_AT_REST_S, TICK_S, Pace
 from servekit.supervisor.supervisor import OWED_S, SLEPT_S, Supervisor, ticking
-
-
-class Clock:
-    """The time of an event loop that does not sleep: it goes on to the next timer at once."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.now_s, self._loop = 1000.0, loop
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    async def pass_time(self, for_s: float) -> None:
-        until_s = self.now_s + for_s
-        while True:
-            for _ in range(20):  # let everybody come to his next timer
-                await asyncio.sleep(0)
-            timers = [one.when() for one in self._loop._scheduled if not one.cancelled()]  # type: ignore[attr-defined]
-            due_s = min(timers, default=until_s)
-            if due_s > until_s:
-                self.now_s = until_s
-                return
-            self.now_s = max(self.now_s, due_s)
+from tests.passing_time import Clock, passing_time
 
 
 @pytest.fixture
-async def clock(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Clock]:
-    loop = asyncio.get_running_loop()
-    clock = Clock(loop)
-    monkeypatch.setattr(loop, "time", clock)
-    monkeypatch.setattr(time, "monotonic", clock)
-    yield clock
-    monkeypatch.undo()
+async def clock() -> AsyncIterator[Clock]:
+    with passing_time() as clock:
+        yield clock
 
 
 async def count_looks(clock: Clock, one: Pace, for_s: float) -> list[tuple[float, bool]]:
