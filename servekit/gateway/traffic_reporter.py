@@ -63,6 +63,7 @@ class TrafficReporter:
         if is_new := now != self._last:
             self._channel.send(now)
             self._last = now
+            router.tell_listeners()
         counted = self.report_counts()
         return is_new or spent is not None or counted or bool(now.in_flight or RECORDER.has_pending)
 
