@@ -698,6 +698,7 @@ class Router:
             call.caller.on_started(call)
         if not route.in_flight:
             route.pace.resume(self._loop.time())
+            self.demand.resume()
         route.in_flight += 1
 
     def _end(self, call: InflightRequest, *, harmless: bool = False, charged: bool = True) -> None:
