@@ -56,6 +56,7 @@ from servekit.protocol.messages import (
     SamplingParams,
     SpeechParams,
     Stop,
+    TokenBatch,
     ToWorker,
     WorkerSpec,
     WorkerToGateway,
@@ -85,6 +86,8 @@ PROBE_EVERY_S = 15.0
 #: from its rest; and the longest interval of them. The encoder of a speech model reads 30 s of
 #: silence each time.
 PROBE_SHARE, PROBE_AT_LEAST_EVERY_S = 1 / 2000, 300.0
+#: The most tokens of such a request.
+PROBE_TOKENS = 2
 #: This many tokens count as a completed request in the restart policy: a few decode steps have
 #: succeeded, and a client has their output.
 TOKENS_OF_USE = 8
@@ -138,7 +141,7 @@ class Worker:
         self._dying: asyncio.Task[None] | None = None  # set once the engine has died
         self._finished = 0  # requests the engine has completed, probes included
         self._tokens = 0
-        self._probes = 0
+        self._probes = self._probe_tokens = 0
         self._probe_s = math.inf  # the time that the fastest one took
         self._of_use = False  # reported to the supervisor without a ping
 
@@ -213,7 +216,8 @@ class Worker:
     @property
     def _served(self) -> int:
         # Tokens of an unfinished long answer count, so that a life cut short was still useful.
-        return max(self._completed, self._tokens // TOKENS_OF_USE)
+        tokens = max(self._tokens - self._probe_tokens, 0)
+        return max(self._completed, tokens // TOKENS_OF_USE)
 
     def _start_draining(self) -> None:
         if self._runner is None:
@@ -289,8 +293,10 @@ class Worker:
 
     async def _send_probe(self, info: ModelInfo) -> None:
         self._probes += 1
+        self._probe_tokens += PROBE_TOKENS  # or fewer, which is known at the end
         began_s = time.monotonic()
-        await warm_up(self._channel.dial, info)
+        tokens = await warm_up(self._channel.dial, info)
+        self._probe_tokens -= PROBE_TOKENS - tokens
         self._probe_s = min(self._probe_s, time.monotonic() - began_s)
 
     async def _probe_when_idle(self, info: ModelInfo) -> None:
@@ -412,13 +418,23 @@ class Worker:
 
 async def warm_up(
     dial: Callable[[Factory], Awaitable[Connection[Any]]], info: ModelInfo, timeout_s: float = 600.0
-) -> None:
-    """Complete one request along the path of ordinary requests. Raises LoadError on failure."""
+) -> int:
+    """Complete one request along the path of ordinary requests; return the tokens of its answer.
+
+    Raises LoadError on failure.
+    """
+    tokens = 0
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def on_message(message: WorkerToGateway) -> None:
+        nonlocal tokens
         if done.done():
             return
+        match message:
+            case DeltaBatch(deltas):
+                tokens += sum(len(delta.token_ids) for delta in deltas)
+            case TokenBatch(ids):
+                tokens += len(ids)
         if isinstance(message, Failed):
             text = f"the warm-up request failed: {message.message}"
             done.set_exception(LoadError(text, permanent=False))
@@ -442,6 +458,7 @@ async def warm_up(
         raise LoadError(f"no warm-up token within {timeout_s:g} s", permanent=False) from None
     finally:
         connection.close()
+    return tokens
 
 
 #: A tenth of a second, as WAV: one channel of 16 bits at 16 kHz.
@@ -459,9 +476,11 @@ def _probe_request(info: ModelInfo) -> Generate:
     if "generate" in info.serves and info.dialect.tools == FRAMED and info.chat:
         # not every server has plain completions
         messages = [ChatMessage("user", "Hello")]
-        return Generate(1, SamplingParams(max_tokens=2, temperature=0.0), messages=messages)
+        return Generate(
+            1, SamplingParams(max_tokens=PROBE_TOKENS, temperature=0.0), messages=messages
+        )
     if "generate" in info.serves:
-        return Generate(1, SamplingParams(max_tokens=2, temperature=0.0), prompt="Hello")
+        return Generate(1, SamplingParams(max_tokens=PROBE_TOKENS, temperature=0.0), prompt="Hello")
     if "embed" in info.serves:
         return Generate(1, SamplingParams(), task="embed", inputs=["Hello"])
     if "classify" in info.serves:
@@ -469,6 +488,6 @@ def _probe_request(info: ModelInfo) -> Generate:
     if "score" in info.serves:
         return Generate(1, SamplingParams(), task="score", inputs=["Hello"], queries=["Hello"])
     if "transcribe" in info.serves:
-        params, speech = SamplingParams(max_tokens=2), SpeechParams(len(_SILENCE))
+        params, speech = SamplingParams(max_tokens=PROBE_TOKENS), SpeechParams(len(_SILENCE))
         return Generate(1, params, task="transcribe", body=_SILENCE, speech=speech)
     return Generate(1, SamplingParams(), task="forward", http=HttpRequest(path=""))
