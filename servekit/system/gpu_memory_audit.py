@@ -26,9 +26,11 @@ def pids_by_group() -> dict[int, set[int]]:
 def one_look(census: dict[int, set[int]] | None = None) -> Iterator[None]:
     """Read /proc once for all calls of `group_of` in the block, or use what was read.
 
-    Otherwise each call reads every process of the machine.
+    Otherwise each call reads every process of the machine. Within another block nothing is read.
     """
-    token = _census.set(pids_by_group() if census is None else census)
+    if census is None and (census := _census.get()) is None:
+        census = pids_by_group()
+    token = _census.set(census)
     try:
         yield
     finally:

@@ -75,16 +75,20 @@ class ResourceMonitor:
     async def _measure_due(self, now_s: float) -> None:
         """Measure what is due."""
         at_rest = self._pace.is_at_rest()
-        is_due = now_s - self._rest_s >= (_REST_AT_REST_S if at_rest else _REST_EVERY_S)
-        if now_s - self._memory_s >= (_MEMORY_AT_REST_S if at_rest else _MEMORY_EVERY_S):
-            self._memory_s = now_s
+        memory = now_s - self._memory_s >= (_MEMORY_AT_REST_S if at_rest else _MEMORY_EVERY_S)
+        rest = now_s - self._rest_s >= (_REST_AT_REST_S if at_rest else _REST_EVERY_S)
+        segments = self._has_new_segments() or rest
+        self._memory_s = now_s if memory else self._memory_s
+        self._rest_s = now_s if rest else self._rest_s
+        if memory:
             self._check_files()
-            await self.memory()
-        if is_due:
-            self._rest_s = now_s
-        if self._has_new_segments() or is_due:
-            await self._note_segments()
-        if is_due:
+        if memory or segments:
+            with one_look(await asyncio.to_thread(pids_by_group)):
+                if memory:
+                    self._measure_memory()
+                if segments:
+                    await self._note_segments()
+        if rest:
             await self._note_descendants()
             await self.gpus()
 
@@ -105,8 +109,11 @@ class ResourceMonitor:
     async def memory(self) -> None:
         """Measure the resident memory of each process."""
         with one_look(await asyncio.to_thread(pids_by_group)):
-            for life in self._lives():
-                life.measure()
+            self._measure_memory()
+
+    def _measure_memory(self) -> None:
+        for life in self._lives():
+            life.measure()
 
     def _check_files(self) -> None:
         """Warn of processes that have nearly as many files open as they may."""

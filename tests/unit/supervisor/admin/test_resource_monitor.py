@@ -9,9 +9,10 @@ from typing import Any, cast
 
 import pytest
 
+from servekit.supervisor.admin import resource_monitor
 from servekit.supervisor.admin.resource_monitor import ResourceMonitor
 from servekit.supervisor.pace import Pace
-from servekit.system import shared_memory
+from servekit.system import gpu_memory_audit, shared_memory
 from servekit.system.shared_memory import Segment, recorded_segments
 from tests.polling import poll_async
 
@@ -98,3 +99,26 @@ async def test_operators_who_ask_often_share_a_measurement(
     monkeypatch.setattr("servekit.supervisor.admin.resource_monitor._FRESH_S", 0.0)
     await one.refresh()
     assert len(counted) == 2
+
+
+async def test_all_that_is_due_reads_the_processes_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine with a thousand of them that takes ten milliseconds."""
+    counted: list[None] = []
+
+    def count() -> dict[int, set[int]]:
+        counted.append(None)
+        return {}
+
+    monkeypatch.setattr(shared_memory, "DIRECTORY", tmp_path / "nobody else's")
+    monkeypatch.setattr(gpu_memory_audit, "pids_by_group", count)
+    monkeypatch.setattr(resource_monitor, "pids_by_group", count)
+    big = BigProcess()
+    big.over.set()
+    one = monitor(tmp_path, big)
+    await one._measure_due(0.0)
+    assert big.asked.is_set() and len(counted) == 1
+    counted.clear()
+    await one._measure_due(0.1)
+    assert counted == [], "nothing is due"
