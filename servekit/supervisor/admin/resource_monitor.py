@@ -55,7 +55,7 @@ class ResourceMonitor:
         self._run_dir = run_dir
         self._segments: set[Segment] = set()
         self._short_of_files: set[str] = set()
-        self._shm_changed_at = -1
+        self._shm_changed_at = self._recorded_shm_at = -1
         #: The segments in /dev/shm at the last two looks.
         self._present: tuple[frozenset[Segment], ...] = (frozenset(), frozenset())
         self._memory_s = self._rest_s = self._refreshed_s = -math.inf  # when it was measured
@@ -77,7 +77,8 @@ class ResourceMonitor:
         at_rest = self._pace.is_at_rest()
         memory = now_s - self._memory_s >= (_MEMORY_AT_REST_S if at_rest else _MEMORY_EVERY_S)
         rest = now_s - self._rest_s >= (_REST_AT_REST_S if at_rest else _REST_EVERY_S)
-        segments = self._has_new_segments() or rest
+        # at rest none is mapped that was there before
+        segments = self._has_new_segments() or (rest and not (at_rest and self._has_all_segments))
         self._memory_s = now_s if memory else self._memory_s
         self._rest_s = now_s if rest else self._rest_s
         if memory:
@@ -154,12 +155,18 @@ class ResourceMonitor:
         self._present = self._present[1], present
         return not present <= before
 
+    @property
+    def _has_all_segments(self) -> bool:
+        """Whether no segment has come or gone since the last record."""
+        return self._recorded_shm_at == self._shm_changed_at
+
     async def _note_segments(self) -> None:
         """Record the shared memory segments, which could not be found after a kill -9."""
         children = [life.child for life in self._lives() if life.child is not None]
+        changed_at = shared_memory.changed_at()
         segments = await asyncio.to_thread(_read_segments, children)
-        if segments != self._segments and self._record_segments(segments):
-            self._segments = segments
+        if segments == self._segments or self._record_segments(segments):
+            self._segments, self._recorded_shm_at = segments, changed_at
 
     def note_segments_anew(self) -> None:
         """Record the segments again, after the record was lost."""

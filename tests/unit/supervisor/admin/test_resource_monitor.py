@@ -122,3 +122,23 @@ async def test_all_that_is_due_reads_the_processes_once(
     counted.clear()
     await one._measure_due(0.1)
     assert counted == [], "nothing is due"
+
+
+async def test_at_rest_the_maps_are_read_only_if_a_segment_came_or_went(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    big = BigProcess()
+    big.over.set()
+    one = monitor(tmp_path, big)
+    monkeypatch.setattr(shared_memory, "DIRECTORY", tmp_path / "nobody else's")
+    changed: list[int] = [1]
+    monkeypatch.setattr(shared_memory, "changed_at", lambda: changed[-1])
+    monkeypatch.setattr(one._pace, "is_at_rest", lambda: True)
+    read: list[bool] = []
+    for now_s in (0.0, 100.0, 200.0, 300.0):
+        big.asked.clear()
+        if now_s == 200.0:
+            changed.append(2)
+        await one._measure_due(now_s)
+        read.append(big.asked.is_set())
+    assert read == [True, False, True, False]
