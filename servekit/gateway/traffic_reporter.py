@@ -63,8 +63,9 @@ class TrafficReporter:
         if is_new := now != self._last:
             self._channel.send(now)
             self._last = now
-            router.tell_listeners()
         counted = self.report_counts()
+        if is_new or counted:
+            router.tell_listeners()
         return is_new or spent is not None or counted or bool(now.in_flight or RECORDER.has_pending)
 
     def report_counts(self) -> bool:
