@@ -76,6 +76,7 @@ class Puppet(Engine):
         self.progress: list[Progress] = []
         self.jobs: dict[str, Job] = {}  # those under way, by prompt
         self.submitted: list[str] = []
+        self.max_tokens: list[int | None] = []  # of each
         self.closed = False
         self.asleep = False
         self.loaded = False
@@ -97,6 +98,7 @@ class Puppet(Engine):
     def submit(self, job: Job) -> None:
         prompt = "".join(map(chr, job.prompt_ids))
         self.submitted.append(prompt)
+        self.max_tokens.append(job.params.max_tokens)
         if self.refuses:
             raise EngineFailed("it takes nothing")
         self.jobs[prompt] = job
@@ -403,6 +405,8 @@ async def test_an_idle_worker_sends_itself_a_request(
     await until(lambda: len(scene.engine.submitted) >= TOKENS_OF_USE + 2)
     assert set(scene.engine.submitted) == {PROBE}
     assert (await scene.ping()).served == 0, "its own requests are of no use to anybody"
+    # a token is enough to see that the engine lives; now and then it decodes, too
+    assert scene.engine.max_tokens[:9] == [2, 1, 1, 1, 2, 1, 1, 1, 2]
 
 
 async def test_a_slow_model_at_rest_is_asked_seldom(
