@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -14,10 +14,10 @@ from servekit.units import format_bytes
 _census: ContextVar[dict[int, set[int]] | None] = ContextVar("_census", default=None)
 
 
-def pids_by_group() -> dict[int, set[int]]:
-    """Return the PIDs of all processes of the machine by process group."""
+def pids_by_group(processes: Iterable[procfs.Process] | None = None) -> dict[int, set[int]]:
+    """Return the PIDs of `processes`, by default all of the machine, by process group."""
     census: dict[int, set[int]] = {}
-    for process in procfs.all_processes():
+    for process in procfs.all_processes() if processes is None else processes:
         census.setdefault(process.group, set()).add(process.pid)
     return census
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,10 +54,10 @@ def all_processes() -> Iterator[Process]:
             yield process
 
 
-def find_descendants(pid: int) -> list[Process]:
-    """Return all living descendants of a process."""
+def find_descendants(pid: int, processes: Iterable[Process] | None = None) -> list[Process]:
+    """Return all living descendants of a process, among `processes` if these were read already."""
     of: dict[int, list[Process]] = {}
-    for process in all_processes():
+    for process in all_processes() if processes is None else processes:
         of.setdefault(process.parent, []).append(process)
     found, parents = list[Process](), [pid]
     while parents:

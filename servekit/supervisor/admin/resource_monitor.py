@@ -24,6 +24,7 @@ from servekit.system import procfs, shared_memory, subreaper
 from servekit.system.gpu_memory_audit import one_look, pids_by_group
 from servekit.system.gpus import gpu_memory_by_pid, gpus_in_use
 from servekit.system.orphan_cleanup import MARK, Started
+from servekit.system.procfs import Process
 from servekit.system.rlimits import count_open_files, is_shortage
 from servekit.system.shared_memory import Segment
 
@@ -83,15 +84,16 @@ class ResourceMonitor:
         self._rest_s = now_s if rest else self._rest_s
         if memory:
             self._check_files()
-        if memory or segments:
-            with one_look(await asyncio.to_thread(pids_by_group)):
+        if memory or segments or rest:
+            processes = await asyncio.to_thread(_read_processes)
+            with one_look(pids_by_group(processes)):
                 if memory:
                     self._measure_memory()
                 if segments:
                     await self._note_segments()
-        if rest:
-            await self._note_descendants()
-            await self.gpus()
+            if rest:
+                await self._note_descendants(processes)
+                await self.gpus()
 
     async def refresh(self) -> None:
         """Measure what an operator is shown, unless that has just been done for all processes.
@@ -140,9 +142,9 @@ class ResourceMonitor:
                 for replica in self._deployments.replicas():
                     replica.measure_gpus(holdings)
 
-    async def _note_descendants(self) -> None:
+    async def _note_descendants(self, processes: Sequence[Process]) -> None:
         """Record descendants without our mark, which could not be found after a kill -9."""
-        found = await asyncio.to_thread(_find_unmarked)
+        found = await asyncio.to_thread(_find_unmarked, processes)
         if found != self.descendants:
             self.descendants = found
             self._on_descendants()
@@ -181,11 +183,15 @@ class ResourceMonitor:
         return True
 
 
-def _find_unmarked() -> tuple[Started, ...]:
+def _read_processes() -> list[Process]:
+    return list(procfs.all_processes())
+
+
+def _find_unmarked(processes: Sequence[Process]) -> tuple[Started, ...]:
     """Return the descendants without our mark that are not children of ours."""
     return tuple(
         Started("a descendant", process.pid, process.started)
-        for process in procfs.find_descendants(os.getpid())
+        for process in procfs.find_descendants(os.getpid(), processes)
         if not subreaper.is_own(process.pid) and not procfs.has_variable(process.pid, MARK)
     )
 

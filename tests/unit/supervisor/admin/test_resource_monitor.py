@@ -3,16 +3,16 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from servekit.supervisor.admin import resource_monitor
 from servekit.supervisor.admin.resource_monitor import ResourceMonitor
 from servekit.supervisor.pace import Pace
-from servekit.system import gpu_memory_audit, shared_memory
+from servekit.system import procfs, shared_memory
 from servekit.system.shared_memory import Segment, recorded_segments
 from tests.polling import poll_async
 
@@ -107,13 +107,12 @@ async def test_all_that_is_due_reads_the_processes_once(
     """On a machine with a thousand of them that takes ten milliseconds."""
     counted: list[None] = []
 
-    def count() -> dict[int, set[int]]:
+    def count() -> Iterator[procfs.Process]:
         counted.append(None)
-        return {}
+        yield from ()
 
     monkeypatch.setattr(shared_memory, "DIRECTORY", tmp_path / "nobody else's")
-    monkeypatch.setattr(gpu_memory_audit, "pids_by_group", count)
-    monkeypatch.setattr(resource_monitor, "pids_by_group", count)
+    monkeypatch.setattr(procfs, "all_processes", count)
     big = BigProcess()
     big.over.set()
     one = monitor(tmp_path, big)
