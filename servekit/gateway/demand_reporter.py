@@ -1,7 +1,7 @@
 """Reports to the supervisor how much each swappable model is in use at this gateway.
 
 The report costs a request for a loaded model nothing: the counts of its queue are read ten times a
-second, and only the first request that has to wait is reported at once.
+second while there are requests, and only the first request that has to wait is reported at once.
 """
 
 from __future__ import annotations
@@ -45,10 +45,14 @@ class DemandReporter:
                 self._tiers[route.status.name] = residence.tier
                 self._told.pop(route.status.name, None)
                 self._report(route)
-        if self._watched and self._timer is None:
-            self._report_demand()
+        self.resume()
         self._news.set()
         self._news = asyncio.Event()
+
+    def resume(self) -> None:
+        """Report periodically until no request is left. Call it when a first one has come."""
+        if self._watched and self._timer is None:
+            self._timer = self._loop.call_later(EVERY_S, self._report_demand)
 
     def report_keep_alive(
         self, route: ModelQueue, stay_s: float | None, *, loads: bool = False
@@ -87,6 +91,7 @@ class DemandReporter:
 
     def _on_wait(self, route: ModelQueue) -> None:
         """Report the first waiting request at once, not with the next periodic report."""
+        self.resume()
         if not self._told.get(route.status.name, (0, 0, 0.0))[0]:
             self._report(route)
 
@@ -94,8 +99,8 @@ class DemandReporter:
         self._timer = None
         for route in self._watched:
             self._report(route)
-        if self._watched:
-            self._timer = self._loop.call_later(EVERY_S, self._report_demand)
+        if any(route.in_flight or route.expected for route in self._watched):
+            self.resume()
 
     def _report(self, route: ModelQueue) -> None:
         name = route.status.name

@@ -36,6 +36,7 @@ from servekit.gateway.routing.worker_connection import NEARBY, Reach
 from servekit.gateway.supervisor_channel import Channel, TcpChannel
 from servekit.gateway.telemetry import tracing
 from servekit.gateway.telemetry.request_recorder import RECORDER
+from servekit.gateway.traffic_reporter import TrafficReporter
 from servekit.protocol.adapters import AdapterUnused, TopologyApplied
 from servekit.protocol.messages import (
     Drain,
@@ -47,24 +48,19 @@ from servekit.protocol.messages import (
     Stop,
     ToGateway,
     Topology,
-    Traffic,
 )
 from servekit.protocol.remote_gateway import CertificateUpdate
 from servekit.protocol.transport.credentials import Renew
 from servekit.protocol.transport.rpc import Way
 from servekit.protocol.transport.socket_handover import await_heir
 from servekit.system.parent_death import end_group
-from servekit.system.timers import next_tick_s
 
 log: Any = structlog.get_logger("servekit.gateway")
 
-TRAFFIC_EVERY_S = 1.0
 #: Time for interrupted requests to get their error before their connections close.
 _LAST_WORDS_S = 0.1
 #: Interval at which an orphaned gateway checks whether its last requests are done.
 _LOOK_EVERY_S = 0.05
-#: Interval at which the UI's socket is checked, and bound again if somebody has removed it.
-_LOOK_AT_SOCKET_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +110,7 @@ class Gateway:
             self._channel.send,
         )
         self._router.reach = settings.reach
+        self._reporter = TrafficReporter(self._router, self._channel)
         self._app = Application(
             self._router,
             settings.max_body_bytes,
@@ -133,6 +130,7 @@ class Gateway:
         self._heir: socket.socket | None = None  # kept open as long as we serve
         self._close_doors: Callable[[], None] = lambda: None
         self._stop: asyncio.Future[None] = self._loop.create_future()
+        self._pinged: asyncio.Future[None] = self._loop.create_future()
 
     async def run(self) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -155,10 +153,11 @@ class Gateway:
             also=others,
             answers=answers,
             envelopes=envelopes,
+            stir=self._reporter.stir,
         ) as self._close_doors:
             keep_out_of_collections()
             self._channel.send(Serving())
-            tasks = [self._loop.create_task(self._report())]
+            tasks = [self._loop.create_task(self._reporter.run())]
             later = [
                 self._loop.create_task(self._app.batches.run_batches()),
                 self._loop.create_task(self._app.responses.run_responses(self._app.internal)),
@@ -170,7 +169,7 @@ class Gateway:
                 await asyncio.sleep(_LAST_WORDS_S)
             for task in (*tasks, *later):
                 task.cancel()
-        self._tell_counts()
+        self._reporter.report_counts()
         await asyncio.to_thread(RECORDER.flush)
         await asyncio.wait(later)
         await asyncio.to_thread(self._app.responses.close)
@@ -198,8 +197,12 @@ class Gateway:
                 self._serial = message.serial
                 self._channel.send(TopologyApplied(message.serial))
                 self._told.set()
+                self._reporter.stir()
             case Ping():
                 self._channel.send(TopologyApplied(self._serial))
+                self._reporter.look_at_rest()
+                self._pinged.set_result(None)
+                self._pinged = self._loop.create_future()
             case KeyUsage():
                 self._router.access.add_usage(message)
             case KeyBudgets():
@@ -246,30 +249,6 @@ class Gateway:
             await self._router.idle.wait()
         self._end()
 
-    async def _report(self) -> None:
-        last: Traffic | None = None
-        while True:
-            await asyncio.sleep(next_tick_s(TRAFFIC_EVERY_S, self._loop.time()))
-            router = self._router
-            if not self._channel.has_supervisor:
-                continue  # counts accumulate until a supervisor connects
-            queued = {name: route.waiting for name, route in router.routes.items()}
-            tokens = {name: route.generated_tokens() for name, route in router.routes.items()}
-            waited = {n: round(s, 1) for n, r in router.routes.items() if (s := r.waited_s())}
-            now = Traffic(router.requests, router.in_flight, queued, tokens, waited)
-            if (spent := router.access.spent(self._settings.name)) is not None:
-                self._channel.send(spent)
-            if now != last:
-                self._channel.send(now)
-                last = now
-            self._tell_counts()
-            if RECORDER.has_pending:  # a thread that wakes up for nothing costs more than a look
-                await asyncio.to_thread(RECORDER.flush)
-
-    def _tell_counts(self) -> None:
-        if (counted := self._router.measures.pop_counts()) is not None:
-            self._channel.send(counted)
-
     # ---- the UI
 
     async def _bring_up_ui(self) -> None:
@@ -304,10 +283,12 @@ class Gateway:
                 while not self._stop.done():
                     if not path.exists():  # at first, and after somebody has removed it
                         with contextlib.suppress(FileNotFoundError):  # no directory
-                            ui_server = serving(ErrorMiddleware(ui.app, log), _bound(path))
+                            app, stir = ErrorMiddleware(ui.app, log), self._reporter.stir
+                            ui_server = serving(app, _bound(path), stir=stir)
                             await servers.enter_async_context(ui_server)
-                    wait_s = next_tick_s(_LOOK_AT_SOCKET_EVERY_S, self._loop.time())
-                    await asyncio.wait((self._stop,), timeout=wait_s)
+                    # no timer of its own: each wake-up costs power
+                    first = asyncio.FIRST_COMPLETED
+                    await asyncio.wait((self._stop, self._pinged), return_when=first)
         finally:
             await ui.shutdown()  # else the streams of open pages delay the end
 
@@ -352,12 +333,14 @@ async def serving(
     answers: defaultdict[Any, int] | None = None,
     envelopes: Mapping[str, Envelope] | None = None,
     keep_alive_s: float = 75.0,
+    stir: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[Callable[[], None]]:
     """Serve `app` with uvicorn on `sock` and the sockets `also`, as long as the context is open.
 
     `answers` counts the responses of `hot`, by path and status. `envelopes` has, by path, the
-    formats of their errors other than OpenAI's. Yields a function that stops
-    accepting connections; each open connection is closed after its next response.
+    formats of their errors other than OpenAI's. `stir` is called when there are connections again,
+    and each second while there are any. Yields a function that stops accepting connections; each
+    open connection is closed after its next response.
 
     uvicorn's own `serve` is not used, because it would install signal handlers.
     """
@@ -367,7 +350,7 @@ async def serving(
         envelopes=envelopes, connected=lambda: sweep.start_timer(),
     )  # fmt: skip
     server = _server(app, http, keep_alive_s)
-    sweep = Sweep(server, limits)
+    sweep = Sweep(server, limits, stir)
     for listening in (sock, *also):
         server.servers.append(await _listen(server, listening, tls, limits.header_s))
 

@@ -233,10 +233,10 @@ class Gateway(ManagedProcess[FromGateway]):
         launcher = self.host.launcher
         if launcher is not None and (due := launcher.renewed(self.name)) is not None:
             self.child.send(Renew(due))
-        owes = self.answered_at < self._asked_at
-        if owes and now - self._asked_at > SILENT_S:
+        silent_s = self.silent_s
+        if silent_s > SILENT_S:
             self._give_up(self.child, f"it did not answer for {SILENT_S:g} s, killed")
-        elif not owes and now - self._asked_at >= _ASK_EVERY_S:
+        elif not silent_s and now - self._asked_at >= _ASK_EVERY_S:
             self._asked_at = now
             self.child.send(Ping(0))
 
@@ -251,6 +251,11 @@ class Gateway(ManagedProcess[FromGateway]):
     def forgive_suspension(self) -> None:
         """Restart the silence timer: the supervisor was suspended and could read no answer."""
         self._asked_at = self.answered_at = time.monotonic()
+
+    @property
+    def silent_s(self) -> float:
+        owes = self.state == "ready" and self.answered_at < self._asked_at
+        return time.monotonic() - self._asked_at if owes else 0.0
 
     def load(self) -> tuple[int, int]:
         return self.traffic.requests, self.traffic.in_flight

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import secrets
 import time
@@ -56,6 +57,7 @@ from servekit.supervisor.lifecycle.managed_process import (
     wait_for_tasks,
 )
 from servekit.supervisor.model_swap.manager import SwapManager
+from servekit.supervisor.pace import Pace
 from servekit.supervisor.process.orphan_guard import OrphanGuard
 from servekit.supervisor.process.run_dir import Record, boot_id
 from servekit.supervisor.process.signals import Signals
@@ -68,7 +70,6 @@ from servekit.system import procfs, sockets, subreaper
 from servekit.system.nvml_client import driver
 from servekit.system.orphan_cleanup import Started, end_leftovers, mark_by_limit
 from servekit.system.rlimits import is_shortage
-from servekit.system.timers import next_tick_s
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
@@ -79,12 +80,10 @@ KILL_S = 15.0
 WORKER_GRACE_S = 5.0
 #: The longest shutdown beyond `drain_timeout_s`; systemd waits as long.
 END_S = WORKER_GRACE_S + 2 * KILL_S
-#: The interval of ticks, and the gap between two ticks that means we were suspended.
-TICK_S = 0.2
+#: The delay of a tick that means we were suspended.
 SLEPT_S = 2.0
-#: The same interval, once nothing has changed and no request has come for `REST_AFTER_S`.
-TICK_AT_REST_S = 2.0
-REST_AFTER_S = 30.0
+#: The silence of a process after a ping, from which the ticks are quick, to find its end in time.
+OWED_S = 1.0
 #: The longest wait for new figures before an operator gets those of the last measurement.
 _FIGURES_S = 1.0
 #: The interval of the looks at the run directory, orphans and the token budgets of keys.
@@ -145,7 +144,7 @@ class Supervisor:
         self._scaler = Scaler(self._deployments, self._gateways, self._swap_manager, rooms)
         self._usage = UsageLedger()
         self._housekeeping_at_s = 0.0
-        self._active_at, self._requests_seen = time.monotonic(), 0
+        self._pace, self._requests_seen = Pace(self._longest_rest_s), 0
         self._links = BrowserLinks(access_rules.SESSIONS)
         adapters = AdapterService(self._deployments, self._gateways)
         self._metrics = MetricsAggregator(
@@ -153,7 +152,7 @@ class Supervisor:
         )
         self._admin_api = AdminApi(self, adapters, self._swap_manager, self._metrics)
         self._measures = ResourceMonitor(
-            self._deployments, self._lives, self.run_dir, self.children_changed, self.is_at_rest
+            self._deployments, self._lives, self.run_dir, self.children_changed, self._pace
         )
         own = self._gateways, plan.config.server, resources.listeners
         self._everywhere = remote_gateways(*own, self.launcher, self, self._admin_api, self._run)
@@ -178,7 +177,7 @@ class Supervisor:
             last.callback(self._guard.stop_guard)
             last.callback(self._end_all)
             for task in (
-                ticking(self._tick_once, self.is_at_rest),
+                ticking(self._tick_once, self._pace),
                 self._measures.monitor_resources(),
             ):
                 last.callback(self._loop.create_task(task).cancel)
@@ -336,7 +335,7 @@ class Supervisor:
         return access_rules.handed(self._environ, model)
 
     def publish_change(self) -> None:
-        self._active_at = time.monotonic()
+        self._pace.note_activity()
         self._publish_soon()
 
     def _publish_soon(self) -> None:
@@ -346,6 +345,7 @@ class Supervisor:
 
     def publish_later(self) -> None:
         self._noticed = True  # next tick; at each pong it would be n² messages a second
+        self._pace.rouse()
 
     def children_changed(self) -> None:
         try:
@@ -391,17 +391,20 @@ class Supervisor:
             self._show_status(status := self.status())
             self._notifier.on_change(status)
 
-    def is_at_rest(self) -> bool:
-        """Return whether nothing has happened for a while, so that looking seldom will do."""
-        return time.monotonic() - self._active_at > REST_AFTER_S
+    def _longest_rest_s(self) -> float:
+        """Return the longest time between two ticks by which no timeout is missed."""
+        stalls_s = (one.model.stall_timeout_s for one in self._deployments.replicas())
+        return min(min(stalls_s, default=math.inf) / 4, self._notifier.feed_every_s or math.inf)
 
     def _note_activity(self) -> None:
-        """Note requests, and workers that are on their way."""
+        """Note requests, workers that are on their way, and processes that do not answer."""
         seen = sum(gateway.traffic.requests for gateway in self._gateways)
         running = any(gateway.traffic.in_flight for gateway in self._gateways)
         calm = all(one.state in _CALM for one in self._deployments.replicas())
-        if seen != self._requests_seen or running or not calm:
-            self._requests_seen, self._active_at = seen, time.monotonic()
+        owed = any(life.silent_s > OWED_S for life in self._lives())
+        if seen != self._requests_seen or running or owed or not calm:
+            self._requests_seen = seen
+            self._pace.note_activity()
 
     def _tick_once(self, slept: bool) -> None:
         self._note_activity()
@@ -506,18 +509,18 @@ class Supervisor:
         )
 
 
-async def ticking(look: Callable[[bool], None], is_at_rest: Callable[[], bool]) -> None:
+async def ticking(look: Callable[[bool], None], pace: Pace) -> None:
     """Call `look(suspended)` at each tick, until cancelled."""
-    last, tick_s = time.monotonic(), TICK_S
+    due_s = time.monotonic()
     while True:
-        now = time.monotonic()
+        now_s = time.monotonic()
         try:
-            look(now - last > tick_s + SLEPT_S)
+            look(now_s - due_s > SLEPT_S)
         except Exception as error:  # one failure must not stop the ticks
             if not is_shortage(error):  # the monitor warns of that
                 log.exception("tick_failed")
-        last, tick_s = now, TICK_AT_REST_S if is_at_rest() else TICK_S
-        await asyncio.sleep(next_tick_s(tick_s, now))
+        due_s = now_s + pace.interval_s
+        await pace.wait_for_tick()
 
 
 def handle_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

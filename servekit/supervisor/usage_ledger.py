@@ -56,6 +56,8 @@ class UsageLedger:
         self._day = ""
         self._today: defaultdict[str, int] = defaultdict(int)  # tokens by key
         self._month: defaultdict[str, int] = defaultdict(int)
+        #: Set once there is something to write, or at the end.
+        self._news = threading.Event()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._failing = False
@@ -81,6 +83,7 @@ class UsageLedger:
         thread, self._thread = self._thread, None
         if thread is not None:
             self._closing.set()
+            self._news.set()
             thread.join(_GOODBYE_S)
 
     def add(self, series: Iterable[Series]) -> None:
@@ -95,6 +98,8 @@ class UsageLedger:
                     if at in (1, 3):
                         self._today[key] += count
                         self._month[key] += count
+            if self._pending:
+                self._news.set()
 
     def _turn_page(self) -> None:
         """Begin the sums of a new day, and of a new month."""
@@ -129,7 +134,9 @@ class UsageLedger:
 
     def _run(self, path: Path) -> None:
         while True:
+            self._news.wait()
             ending = self._closing.wait(WRITE_EVERY_S)
+            self._news.clear()
             self._write(path)
             if ending:
                 return
@@ -155,6 +162,7 @@ class UsageLedger:
             self._failing = False
 
     def _put_back(self, sums: Sums) -> None:
+        self._news.set()
         with self._lock:
             for of, figures in sums.items():
                 there = self._pending.setdefault(of, [0, 0, 0, 0])

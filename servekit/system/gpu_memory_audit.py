@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -14,10 +14,10 @@ from servekit.units import format_bytes
 _census: ContextVar[dict[int, set[int]] | None] = ContextVar("_census", default=None)
 
 
-def pids_by_group() -> dict[int, set[int]]:
-    """Return the PIDs of all processes of the machine by process group."""
+def pids_by_group(processes: Iterable[procfs.Process] | None = None) -> dict[int, set[int]]:
+    """Return the PIDs of `processes`, by default all of the machine, by process group."""
     census: dict[int, set[int]] = {}
-    for process in procfs.all_processes():
+    for process in procfs.all_processes() if processes is None else processes:
         census.setdefault(process.group, set()).add(process.pid)
     return census
 
@@ -26,9 +26,11 @@ def pids_by_group() -> dict[int, set[int]]:
 def one_look(census: dict[int, set[int]] | None = None) -> Iterator[None]:
     """Read /proc once for all calls of `group_of` in the block, or use what was read.
 
-    Otherwise each call reads every process of the machine.
+    Otherwise each call reads every process of the machine. Within another block nothing is read.
     """
-    token = _census.set(pids_by_group() if census is None else census)
+    if census is None and (census := _census.get()) is None:
+        census = pids_by_group()
+    token = _census.set(census)
     try:
         yield
     finally:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 
-from servekit.protocol.messages import FromWorker, ToWorker, WorkerSpec
+from servekit.protocol.messages import FromWorker, Ping, ToWorker, WorkerSpec
 from servekit.protocol.transport.connection import (
     Connection,
     Factory,
@@ -24,15 +24,12 @@ from servekit.protocol.transport.connection import (
     dial_address,
     listen_at,
 )
-from servekit.system.timers import next_tick_s
 
 if TYPE_CHECKING:
     from servekit.worker.runner import Runner
 
 log: Any = structlog.get_logger("servekit.worker")
 
-#: How often a worker checks that its socket file still exists.
-_LOOK_EVERY_S = 1.0
 OnMessage = Callable[[ToWorker], None]
 OnEnd = Callable[[Exception | None], None]
 
@@ -74,35 +71,50 @@ class InheritedChannel(SocketChannel):
         super().__init__(control)
         self._server: asyncio.Server | None = None
         self._path = ""
-        self._keeping: asyncio.Task[None] | None = None
+        self._runner: Runner | None = None  # once it serves
+        self._restoring: asyncio.Task[None] | None = None
+
+    async def open(self, on_message: OnMessage, on_end: OnEnd) -> None:
+        def receive(message: ToWorker) -> None:
+            on_message(message)
+            if isinstance(message, Ping):  # no timer of its own: each wake-up costs power
+                self._check_socket()
+
+        await super().open(receive, on_end)
 
     async def serve(self, spec: WorkerSpec, runner: Runner) -> None:
         self._path = spec.socket
         # The server lives only as long as a reference to it.
         self._server = await listen_at(spec.socket, runner.connect)
-        self._keeping = asyncio.get_running_loop().create_task(self._keep_socket(runner))
+        self._runner = runner
 
-    async def _keep_socket(self, runner: Runner) -> None:
+    def _check_socket(self) -> None:
         """Create the socket again if its file was removed, for gateways that connect later."""
-        loop = asyncio.get_running_loop()
-        while True:
-            await asyncio.sleep(next_tick_s(_LOOK_EVERY_S, loop.time()))
-            if os.path.exists(self._path):  # noqa: ASYNC240, PTH110 - one quick call
-                continue
-            if self._server is not None:
-                self._server.close()  # first, as some event loops remove the path on close
-            with contextlib.suppress(OSError):  # the supervisor recreates the directory
-                self._server = await listen_at(self._path, runner.connect)
-                log.warning("worker_socket_restored", path=self._path)
+        if self._runner is None or os.path.exists(self._path):  # noqa: PTH110 - one quick call
+            return
+        if self._restoring is None or self._restoring.done():
+            restoring = self._restore_socket(self._runner)
+            self._restoring = asyncio.get_running_loop().create_task(restoring)
+
+    async def _restore_socket(self, runner: Runner) -> None:
+        if self._server is not None:
+            self._server.close()  # first, as some event loops remove the path on close
+        with contextlib.suppress(OSError):  # the supervisor recreates the directory
+            self._server = await listen_at(self._path, runner.connect)
+            log.warning("worker_socket_restored", path=self._path)
 
     def stop_serving(self) -> None:
+        self._runner = None
         if self._server is not None:
             self._server.close()
 
     async def dial(self, factory: Factory) -> Connection[object]:
+        self._check_socket()
+        if self._restoring is not None:
+            await asyncio.wait((self._restoring,))
         return await dial_address(self._path, factory)
 
     async def close(self) -> None:
-        if self._keeping is not None:
-            self._keeping.cancel()
+        if self._restoring is not None:
+            self._restoring.cancel()
         await super().close()

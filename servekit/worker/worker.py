@@ -56,6 +56,7 @@ from servekit.protocol.messages import (
     SamplingParams,
     SpeechParams,
     Stop,
+    TokenBatch,
     ToWorker,
     WorkerSpec,
     WorkerToGateway,
@@ -81,10 +82,13 @@ REPORT_EVERY_S = 0.1
 _TOLD_WITHIN_S = 1.0
 #: A worker that has completed nothing for this long sends itself a request.
 PROBE_EVERY_S = 15.0
-#: The share of the time that these requests may take, since a slow model would keep the machine
-#: from its rest; and the longest interval of them. The encoder of a speech model reads 30 s of
-#: silence each time.
-PROBE_SHARE, PROBE_AT_LEAST_EVERY_S = 1 / 2000, 300.0
+#: The share of the time that a token of these requests may take, since a slow model would keep the
+#: machine from its rest; and the longest interval of them. The encoder of a speech model reads 30 s
+#: of silence each time.
+PROBE_SHARE, PROBE_AT_LEAST_EVERY_S = 1 / 4000, 300.0
+#: The most tokens of such a request: one of the prompt's step, one of a decode step. At rest one is
+#: enough, but for each `PROBE_DECODES_EVERY`th request.
+PROBE_TOKENS, PROBE_DECODES_EVERY = 2, 4
 #: This many tokens count as a completed request in the restart policy: a few decode steps have
 #: succeeded, and a client has their output.
 TOKENS_OF_USE = 8
@@ -138,8 +142,8 @@ class Worker:
         self._dying: asyncio.Task[None] | None = None  # set once the engine has died
         self._finished = 0  # requests the engine has completed, probes included
         self._tokens = 0
-        self._probes = 0
-        self._probe_s = math.inf  # the time that the fastest one took
+        self._probes = self._probe_tokens = 0
+        self._probe_s = math.inf  # the time that a token of the fastest one took
         self._of_use = False  # reported to the supervisor without a ping
 
     async def run(self) -> int:
@@ -213,7 +217,8 @@ class Worker:
     @property
     def _served(self) -> int:
         # Tokens of an unfinished long answer count, so that a life cut short was still useful.
-        return max(self._completed, self._tokens // TOKENS_OF_USE)
+        tokens = max(self._tokens - self._probe_tokens, 0)
+        return max(self._completed, tokens // TOKENS_OF_USE)
 
     def _start_draining(self) -> None:
         if self._runner is None:
@@ -287,11 +292,14 @@ class Worker:
         """Return whether the engine checks itself, so that the worker sends no probes."""
         return isinstance(self._engine, TextEngine) and not self._engine.probed
 
-    async def _send_probe(self, info: ModelInfo) -> None:
+    async def _send_probe(self, info: ModelInfo, most: int = PROBE_TOKENS) -> None:
         self._probes += 1
+        self._probe_tokens += most  # or fewer, which is known at the end
         began_s = time.monotonic()
-        await warm_up(self._channel.dial, info)
-        self._probe_s = min(self._probe_s, time.monotonic() - began_s)
+        tokens = await warm_up(self._channel.dial, info, most)
+        self._probe_tokens -= most - tokens
+        took_s = time.monotonic() - began_s
+        self._probe_s = min(self._probe_s, took_s / (tokens or PROBE_TOKENS))
 
     async def _probe_when_idle(self, info: ModelInfo) -> None:
         """Send a probe request whenever no other request has completed for a while.
@@ -307,7 +315,8 @@ class Worker:
             if self._finished != before or (runner is not None and (runner.busy or runner.asleep)):
                 continue
             try:
-                await self._send_probe(info)
+                decodes = self._probes % PROBE_DECODES_EVERY == 0
+                await self._send_probe(info, PROBE_TOKENS if decodes else 1)
             except (LoadError, OSError) as error:
                 if runner is not None and not runner.draining and not runner.asleep:
                     self._on_broken(str(error))
@@ -411,14 +420,27 @@ class Worker:
 
 
 async def warm_up(
-    dial: Callable[[Factory], Awaitable[Connection[Any]]], info: ModelInfo, timeout_s: float = 600.0
-) -> None:
-    """Complete one request along the path of ordinary requests. Raises LoadError on failure."""
+    dial: Callable[[Factory], Awaitable[Connection[Any]]],
+    info: ModelInfo,
+    most: int = PROBE_TOKENS,
+    timeout_s: float = 600.0,
+) -> int:
+    """Complete one request along the path of ordinary requests; return the tokens of its answer.
+
+    These are `most`, or fewer. Raises LoadError on failure.
+    """
+    tokens = 0
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def on_message(message: WorkerToGateway) -> None:
+        nonlocal tokens
         if done.done():
             return
+        match message:
+            case DeltaBatch(deltas):
+                tokens += sum(len(delta.token_ids) for delta in deltas)
+            case TokenBatch(ids):
+                tokens += len(ids)
         if isinstance(message, Failed):
             text = f"the warm-up request failed: {message.message}"
             done.set_exception(LoadError(text, permanent=False))
@@ -435,13 +457,14 @@ async def warm_up(
 
     connection = await dial(lambda: Connection(WorkerToGateway, on_message, on_close))
     connection.send(Hello(PROTOCOL, "probe", "warm-up"))
-    connection.send(_probe_request(info))
+    connection.send(_probe_request(info, most))
     try:
         await asyncio.wait_for(done, timeout_s)
     except TimeoutError:
         raise LoadError(f"no warm-up token within {timeout_s:g} s", permanent=False) from None
     finally:
         connection.close()
+    return tokens
 
 
 #: A tenth of a second, as WAV: one channel of 16 bits at 16 kHz.
@@ -451,17 +474,17 @@ _SILENCE = struct.pack(
 )  # fmt: skip
 
 
-def _probe_request(info: ModelInfo) -> Generate:
-    """Return a request for two tokens, to pool a text, or for the health page of a server.
+def _probe_request(info: ModelInfo, most: int) -> Generate:
+    """Return a request for `most` tokens, to pool a text, or for the health page of a server.
 
-    A speech model hears silence, and writes two tokens.
+    A server's model is always asked for two tokens, and a speech model, which hears silence, too.
     """
+    two = SamplingParams(max_tokens=PROBE_TOKENS, temperature=0.0)
     if "generate" in info.serves and info.dialect.tools == FRAMED and info.chat:
         # not every server has plain completions
-        messages = [ChatMessage("user", "Hello")]
-        return Generate(1, SamplingParams(max_tokens=2, temperature=0.0), messages=messages)
+        return Generate(1, two, messages=[ChatMessage("user", "Hello")])
     if "generate" in info.serves:
-        return Generate(1, SamplingParams(max_tokens=2, temperature=0.0), prompt="Hello")
+        return Generate(1, SamplingParams(max_tokens=most, temperature=0.0), prompt="Hello")
     if "embed" in info.serves:
         return Generate(1, SamplingParams(), task="embed", inputs=["Hello"])
     if "classify" in info.serves:
@@ -469,6 +492,6 @@ def _probe_request(info: ModelInfo) -> Generate:
     if "score" in info.serves:
         return Generate(1, SamplingParams(), task="score", inputs=["Hello"], queries=["Hello"])
     if "transcribe" in info.serves:
-        params, speech = SamplingParams(max_tokens=2), SpeechParams(len(_SILENCE))
+        params, speech = SamplingParams(max_tokens=PROBE_TOKENS), SpeechParams(len(_SILENCE))
         return Generate(1, params, task="transcribe", body=_SILENCE, speech=speech)
     return Generate(1, SamplingParams(), task="forward", http=HttpRequest(path=""))

@@ -1,9 +1,10 @@
 """CPU time and wake-ups of each process of the demo while nobody asks for anything.
 
-    python -m tests.bench.at_rest [--seconds 200]
+    python -m tests.bench.at_rest [--seconds 300] [--echo]
 
-The instance settles for 100 s first, since it takes a while until it rests. CPU time is the
-scheduler's own count, in nanoseconds; a wake-up is a voluntary context switch.
+With `--echo` it serves a model of the echo engine, which costs nothing. The instance settles for
+100 s first, since it takes a while until it rests. CPU time is the scheduler's own count, in
+nanoseconds; a wake-up is a voluntary context switch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 import yaml
 
 from tests.bench.figures import conditions
-from tests.integration.instance import Instance
+from tests.integration.instance import Instance, echo
 
 ROOT = Path(__file__).parents[2]
 SETTLED_S = 100.0
@@ -43,11 +44,17 @@ def list_processes(instance: Instance) -> Iterator[tuple[str, int]]:
     yield from ((one.name, one.pid) for model in status.models for one in model.replicas)
 
 
+def print_row(name: str, cpu_ns: int, wakes: int, seconds: float) -> None:
+    print(f"| {name} | {cpu_ns / 1e6 / seconds:.2f} | {wakes / seconds:.2f} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=200.0)
+    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--echo", action="store_true", help="serve a model of the echo engine")
     options = parser.parse_args()
     models = yaml.safe_load((ROOT / "configs/demo.yaml").read_text())["models"]
+    models = [echo("a")] if options.echo else models
     with (
         tempfile.TemporaryDirectory() as folder,
         Instance.up(Path(folder), models, server={"ui": True}) as instance,
@@ -58,15 +65,14 @@ def main() -> None:
         before = {name: read_use(pid) for name, pid in processes.items()}
         time.sleep(options.seconds)  # what is measured
         print("| process | CPU, ms/s | wake-ups/s |\n|---|---|---|")
-        total = 0.0
+        all_ns = all_wakes = 0
         for name, pid in processes.items():
-            used = [new - old for new, old in zip(read_use(pid), before[name], strict=True)]
-            total += used[0]
-            print(
-                f"| {name} | {used[0] / 1e6 / options.seconds:.2f} "
-                f"| {used[1] / options.seconds:.1f} |"
+            cpu_ns, wakes = (
+                new - old for new, old in zip(read_use(pid), before[name], strict=True)
             )
-        print(f"| all | {total / 1e6 / options.seconds:.2f} | |")
+            all_ns, all_wakes = all_ns + cpu_ns, all_wakes + wakes
+            print_row(name, cpu_ns, wakes, options.seconds)
+        print_row("all", all_ns, all_wakes, options.seconds)
     print(f"\n{conditions()}")
 
 

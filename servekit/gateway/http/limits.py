@@ -585,7 +585,9 @@ class Sweep:
     uvicorn's own `main_loop`, which sets the date, wakes up ten times a second for ever.
     """
 
-    def __init__(self, server: uvicorn.Server, limits: Limits) -> None:
+    def __init__(self, server: uvicorn.Server, limits: Limits, stir: Callable[[], None]) -> None:
+        """Create the sweep; `stir` is called when it starts, and each time that it runs."""
+        self._stir = stir
         self._state = server.server_state
         self._headers = server.config.encoded_headers
         self._limits = limits
@@ -597,6 +599,7 @@ class Sweep:
         """Call it for each new connection."""
         if self._timer is None:
             self._set_timer()
+            self._stir()
 
     def _set_timer(self) -> None:
         date = formatdate(time.time(), usegmt=True).encode()
@@ -606,6 +609,7 @@ class Sweep:
 
     def _run(self) -> None:
         self._timer = None
+        self._stir()
         if self._state.connections:
             self._set_timer()
         now_s = self._loop.time()

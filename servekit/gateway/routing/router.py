@@ -97,6 +97,8 @@ class Router:
         self.has_unknown = False  # some model's properties are not known before its first load
         self.quarantine = Quarantine()
         self.sources = Sources(lambda: self._loop.call_soon(self._tell_others))
+        #: Called after each topology, and about once a second while there are requests.
+        self.listeners: list[Callable[[], None]] = []
         self.access = Access()
         self.measures = RequestMetrics()
         self._report = report
@@ -359,6 +361,11 @@ class Router:
             self._refuse_waiting()
         self._farewells.apply_models(topology.models)
         self.demand.watch_models(self.routes.values())
+        self.tell_listeners()
+
+    def tell_listeners(self) -> None:
+        for listener in self.listeners:
+            listener()
 
     def _apply_replicas(self, route: ModelQueue, status: ModelStatus, gateways: int) -> None:
         ready = {replica.socket: replica for replica in status.replicas if replica.state == "ready"}
@@ -691,6 +698,7 @@ class Router:
             call.caller.on_started(call)
         if not route.in_flight:
             route.pace.resume(self._loop.time())
+            self.demand.resume()
         route.in_flight += 1
 
     def _end(self, call: InflightRequest, *, harmless: bool = False, charged: bool = True) -> None:

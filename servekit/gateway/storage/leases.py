@@ -22,6 +22,9 @@ from servekit.system.timers import next_tick_s
 #: How long a gateway that is silent keeps what it holds.
 LEASE_S = 6.0
 LOOK_EVERY_S = 1.0
+#: The same at rest: nothing is held, no other gateway stores work, and none of an earlier life can
+#: be leased any more.
+LOOK_AT_REST_S = 15.0
 
 
 class Leased(Protocol):
@@ -81,6 +84,7 @@ class LeaseRunner(Generic[_Row]):
         #: Set to look at once.
         self.woken = asyncio.Event()
         router.access.on_change(self.woken.set)  # rows may be run now
+        router.listeners.append(self.woken.set)  # a request may have stored some
 
     async def claim(self) -> Sequence[_Row] | None:
         """Return all rows that this gateway holds; None if it may run none by its rules."""
@@ -92,15 +96,21 @@ class LeaseRunner(Generic[_Row]):
 
     async def run_held_rows(self) -> None:
         """Run rows until cancelled."""
+        loop = asyncio.get_running_loop()
+        alone_s = loop.time() + 2 * LEASE_S
         try:
             while True:
                 self.woken.clear()
-                wait_s: float | None = next_tick_s(LOOK_EVERY_S, asyncio.get_running_loop().time())
+                every_s: float | None = LOOK_EVERY_S
                 with contextlib.suppress(ResponsesUnavailable):  # the log has it
-                    if (held := await self.claim()) is not None:
-                        self._follow(held)
+                    if (held := await self.claim()) is None:
+                        every_s = None
                     else:
-                        wait_s = None
+                        self._follow(held)
+                        has_peers = self._router.sources.has_peers
+                        if not (held or has_peers or loop.time() < alone_s):
+                            every_s = LOOK_AT_REST_S
+                wait_s = None if every_s is None else next_tick_s(every_s, loop.time())
                 # not by wait_for: Python 3.11's forgets a cancellation if the event is set then
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(wait_s):

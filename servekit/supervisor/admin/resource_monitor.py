@@ -7,7 +7,6 @@ times that on a busy machine, and that of a process which is stuck in the kernel
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 import os
 import time
@@ -19,25 +18,24 @@ import structlog
 from servekit.protocol.messages import GpuStatus
 from servekit.supervisor.deployments.deployment_manager import DeploymentManager
 from servekit.supervisor.lifecycle.managed_process import AnyChild, ManagedProcess
+from servekit.supervisor.pace import Pace
 from servekit.supervisor.process.run_dir import RunDir
 from servekit.system import procfs, shared_memory, subreaper
 from servekit.system.gpu_memory_audit import one_look, pids_by_group
 from servekit.system.gpus import gpu_memory_by_pid, gpus_in_use
 from servekit.system.orphan_cleanup import MARK, Started
+from servekit.system.procfs import Process
 from servekit.system.rlimits import count_open_files, is_shortage
 from servekit.system.shared_memory import Segment
-from servekit.system.timers import next_tick_s
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
-#: Interval of the looks at /dev/shm; at rest, when what follows is as seldom, too.
-_LOOK_EVERY_S, _LOOK_AT_REST_S = 0.2, 2.0
 #: The age of figures that are fresh enough for an operator.
 _FRESH_S = 1.0
-#: Looks between measurements of memory and open files, but at rest.
-_MEMORY_EVERY = 10
-#: Looks between measurements that take milliseconds: NVML, the memory maps of all processes.
-_REST_EVERY = 25
+#: The time between measurements of memory and open files, and at rest.
+_MEMORY_EVERY_S, _MEMORY_AT_REST_S = 2.0, 50.0
+#: The same of what takes milliseconds: NVML, the memory maps of all processes.
+_REST_EVERY_S, _REST_AT_REST_S = 5.0, 50.0
 #: The share of the files that a process may open from which an operator is warned.
 _SCARCE = 0.9
 
@@ -51,41 +49,51 @@ class ResourceMonitor:
         lives: Callable[[], Sequence[ManagedProcess[Any]]],
         run_dir: RunDir,
         on_descendants: Callable[[], None],
-        is_at_rest: Callable[[], bool] = lambda: False,
+        pace: Pace,
     ) -> None:
         self._deployments, self._lives = deployments, lives
-        self._on_descendants, self._is_at_rest = on_descendants, is_at_rest
+        self._on_descendants, self._pace = on_descendants, pace
         self._run_dir = run_dir
         self._segments: set[Segment] = set()
         self._short_of_files: set[str] = set()
-        self._shm_changed_at = -1
+        self._shm_changed_at = self._recorded_shm_at = -1
         #: The segments in /dev/shm at the last two looks.
         self._present: tuple[frozenset[Segment], ...] = (frozenset(), frozenset())
-        self._refreshed_s = -math.inf
+        self._memory_s = self._rest_s = self._refreshed_s = -math.inf  # when it was measured
         self.descendants: tuple[Started, ...] = ()
         self.in_use: tuple[GpuStatus, ...] = ()
 
     async def monitor_resources(self) -> None:
         """Measure what is due, until cancelled."""
-        for count in itertools.count():
+        while True:
             try:
-                await self._measure_due(count)
+                await self._measure_due(time.monotonic())
             except Exception as error:  # a figure that cannot be read must not stop the others
                 if not is_shortage(error):  # `_check_files` warns of that
                     log.exception("measurement_failed")
-            every_s = _LOOK_AT_REST_S if self._is_at_rest() else _LOOK_EVERY_S
-            await asyncio.sleep(next_tick_s(every_s, time.monotonic()))
+            await self._pace.wait_for_tick()
 
-    async def _measure_due(self, count: int) -> None:
-        """Measure what is due; `count` is the number of looks so far."""
-        if count % (_REST_EVERY if self._is_at_rest() else _MEMORY_EVERY) == 0:
+    async def _measure_due(self, now_s: float) -> None:
+        """Measure what is due."""
+        at_rest = self._pace.is_at_rest()
+        memory = now_s - self._memory_s >= (_MEMORY_AT_REST_S if at_rest else _MEMORY_EVERY_S)
+        rest = now_s - self._rest_s >= (_REST_AT_REST_S if at_rest else _REST_EVERY_S)
+        # at rest none is mapped that was there before
+        segments = self._has_new_segments() or (rest and not (at_rest and self._has_all_segments))
+        self._memory_s = now_s if memory else self._memory_s
+        self._rest_s = now_s if rest else self._rest_s
+        if memory:
             self._check_files()
-            await self.memory()
-        if self._has_new_segments() or count % _REST_EVERY == 0:
-            await self._note_segments()
-        if count % _REST_EVERY == 0:
-            await self._note_descendants()
-            await self.gpus()
+        if memory or segments or rest:
+            processes = await asyncio.to_thread(_read_processes)
+            with one_look(pids_by_group(processes)):
+                if memory:
+                    self._measure_memory()
+                if segments:
+                    await self._note_segments()
+            if rest:
+                await self._note_descendants(processes)
+                await self.gpus()
 
     async def refresh(self) -> None:
         """Measure what an operator is shown, unless that has just been done for all processes.
@@ -104,8 +112,11 @@ class ResourceMonitor:
     async def memory(self) -> None:
         """Measure the resident memory of each process."""
         with one_look(await asyncio.to_thread(pids_by_group)):
-            for life in self._lives():
-                life.measure()
+            self._measure_memory()
+
+    def _measure_memory(self) -> None:
+        for life in self._lives():
+            life.measure()
 
     def _check_files(self) -> None:
         """Warn of processes that have nearly as many files open as they may."""
@@ -131,9 +142,9 @@ class ResourceMonitor:
                 for replica in self._deployments.replicas():
                     replica.measure_gpus(holdings)
 
-    async def _note_descendants(self) -> None:
+    async def _note_descendants(self, processes: Sequence[Process]) -> None:
         """Record descendants without our mark, which could not be found after a kill -9."""
-        found = await asyncio.to_thread(_find_unmarked)
+        found = await asyncio.to_thread(_find_unmarked, processes)
         if found != self.descendants:
             self.descendants = found
             self._on_descendants()
@@ -146,12 +157,18 @@ class ResourceMonitor:
         self._present = self._present[1], present
         return not present <= before
 
+    @property
+    def _has_all_segments(self) -> bool:
+        """Whether no segment has come or gone since the last record."""
+        return self._recorded_shm_at == self._shm_changed_at
+
     async def _note_segments(self) -> None:
         """Record the shared memory segments, which could not be found after a kill -9."""
         children = [life.child for life in self._lives() if life.child is not None]
+        changed_at = shared_memory.changed_at()
         segments = await asyncio.to_thread(_read_segments, children)
-        if segments != self._segments and self._record_segments(segments):
-            self._segments = segments
+        if segments == self._segments or self._record_segments(segments):
+            self._segments, self._recorded_shm_at = segments, changed_at
 
     def note_segments_anew(self) -> None:
         """Record the segments again, after the record was lost."""
@@ -166,11 +183,15 @@ class ResourceMonitor:
         return True
 
 
-def _find_unmarked() -> tuple[Started, ...]:
+def _read_processes() -> list[Process]:
+    return list(procfs.all_processes())
+
+
+def _find_unmarked(processes: Sequence[Process]) -> tuple[Started, ...]:
     """Return the descendants without our mark that are not children of ours."""
     return tuple(
         Started("a descendant", process.pid, process.started)
-        for process in procfs.find_descendants(os.getpid())
+        for process in procfs.find_descendants(os.getpid(), processes)
         if not subreaper.is_own(process.pid) and not procfs.has_variable(process.pid, MARK)
     )
 

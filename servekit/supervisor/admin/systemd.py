@@ -37,7 +37,7 @@ class Notifier:
     def __init__(self, environ: Mapping[str, str], answered_at: Callable[[], float]) -> None:
         self._answered_at = answered_at
         self._address = address(environ)
-        self._feed_every_s = watchdog_s(environ, os.getpid()) / _FEEDS
+        self.feed_every_s = watchdog_s(environ, os.getpid()) / _FEEDS  # 0: it is not fed
         self._fed_at = 0.0
         self._status = ""
         self._ready = self._stopping = False
@@ -58,7 +58,7 @@ class Notifier:
     def feed_watchdog(self) -> None:
         """Feed the watchdog; call this often, from the supervisor's event loop."""
         now = time.monotonic()
-        if not self._feed_every_s or now - self._fed_at < self._feed_every_s:
+        if not self.feed_every_s or now - self._fed_at < self.feed_every_s:
             return
         if self._stopping or self._answered_at() > self._fed_at:
             self._fed_at = now

@@ -371,6 +371,11 @@ class ManagedProcess(ABC, Generic[Incoming]):
         return 0
 
     @property
+    def silent_s(self) -> float:
+        """The time since the oldest ping that is unanswered; 0 if there is none."""
+        return 0.0
+
+    @property
     def alert(self) -> str:
         """A sentence on what is wrong while it runs; "" if nothing is."""
         return ""

@@ -488,6 +488,10 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         return where or self.place.device
 
     @property
+    def silent_s(self) -> float:
+        return self.liveness.silent_s(time.monotonic())
+
+    @property
     def alert(self) -> str:
         return self.gpu.alert
 

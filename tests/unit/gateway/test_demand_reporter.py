@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 import pytest
 
 from servekit.errors import ModelUnavailable
+from servekit.gateway.demand_reporter import EVERY_S
 from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.routing.router import Router
 from servekit.protocol.adapters import AdapterState, AdapterStatus
 from servekit.protocol.messages import ModelInfo, ModelStatus, SamplingParams, Topology
 from servekit.protocol.residency import KeepAlive, LoadMode, ModelDemand, Residency, ResidencyStatus
+from tests.passing_time import passing_time
 from tests.unit.gateway.conftest import until
 
 INFO = ModelInfo(64, 4, True, "echo", "none", "cpu")
@@ -81,6 +83,25 @@ async def test_an_adapter_of_a_model_that_is_away_can_be_asked_and_is_listed(
     else:
         with pytest.raises(ModelUnavailable):
             seen.router.queue_call(call("x"))
+
+
+async def test_without_requests_it_does_not_wake_up() -> None:
+    with passing_time() as clock:
+        seen = Seen()
+        seen.stands("stopped")
+        await clock.pass_time(1.0)
+        for _ in range(2):
+            clock.wakes.clear()
+            await clock.pass_time(3600.0)
+            assert len(clock.wakes) <= 1  # a deadline of the calls
+            seen.told.clear()
+            one, two = seen.router.queue_call(call()), seen.router.queue_call(call())
+            one.cancel()
+            await clock.pass_time(10 * EVERY_S)
+            assert [m.waiting for m in seen.told if isinstance(m, ModelDemand)] == [1]
+            two.cancel()
+            await clock.pass_time(10 * EVERY_S)
+            assert [m.waiting for m in seen.told if isinstance(m, ModelDemand)] == [1, 0]
 
 
 async def test_what_went_meanwhile_is_told_anew() -> None:

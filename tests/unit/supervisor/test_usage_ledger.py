@@ -9,8 +9,10 @@ import pytest
 
 from servekit.config.access import KeyConfig
 from servekit.protocol.metrics_messages import Series
+from servekit.supervisor import usage_ledger
 from servekit.supervisor.usage_ledger import UsageLedger
 from servekit.usage_store import FILE, read_usage
+from tests.polling import poll
 
 
 class Clock:
@@ -94,6 +96,31 @@ def test_a_restart_reads_what_is_used(tmp_path: Path, clock: Clock) -> None:
     again.open_store(tmp_path)
     assert [one.name for one in again.find_spent(keys).spent] == ["m"]
     again.close()
+
+
+def test_the_writer_sleeps_until_there_is_something_to_write(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(usage_ledger, "WRITE_EVERY_S", 0.001)
+    ledger = UsageLedger(clock)
+    looks: list[None] = []
+    write = ledger._write
+
+    def look(path: Path) -> None:
+        write(path)
+        looks.append(None)
+
+    monkeypatch.setattr(ledger, "_write", look)
+    ledger.open_store(tmp_path)
+    try:
+        count(ledger, "k", 1)
+        poll("it is written", lambda: read_usage(tmp_path))
+        count(ledger, "k", 1)
+        poll("it is written", lambda: read_usage(tmp_path)[0].requests == 2)
+        assert len(looks) <= 2
+    finally:
+        ledger.close()
+    assert len(looks) <= 3  # and one at the end
 
 
 def test_a_damaged_file_is_put_aside_and_nothing_is_lost(tmp_path: Path, clock: Clock) -> None:

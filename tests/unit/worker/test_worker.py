@@ -76,6 +76,7 @@ class Puppet(Engine):
         self.progress: list[Progress] = []
         self.jobs: dict[str, Job] = {}  # those under way, by prompt
         self.submitted: list[str] = []
+        self.max_tokens: list[int | None] = []  # of each
         self.closed = False
         self.asleep = False
         self.loaded = False
@@ -97,6 +98,7 @@ class Puppet(Engine):
     def submit(self, job: Job) -> None:
         prompt = "".join(map(chr, job.prompt_ids))
         self.submitted.append(prompt)
+        self.max_tokens.append(job.params.max_tokens)
         if self.refuses:
             raise EngineFailed("it takes nothing")
         self.jobs[prompt] = job
@@ -400,9 +402,11 @@ async def test_an_idle_worker_sends_itself_a_request(
     monkeypatch.setattr(module, "PROBE_SHARE", 1.0)
     scene = await start()
     await scene.boot()
-    await until(lambda: len(scene.engine.submitted) >= 4)
+    await until(lambda: len(scene.engine.submitted) >= TOKENS_OF_USE + 2)
     assert set(scene.engine.submitted) == {PROBE}
     assert (await scene.ping()).served == 0, "its own requests are of no use to anybody"
+    # a token is enough to see that the engine lives; now and then it decodes, too
+    assert scene.engine.max_tokens[:9] == [2, 1, 1, 1, 2, 1, 1, 1, 2]
 
 
 async def test_a_slow_model_at_rest_is_asked_seldom(
@@ -494,7 +498,7 @@ async def test_a_life_of_use_is_told_unasked(start: Start) -> None:
     scene = await start()
     await scene.boot()
     await scene.ask("long")
-    scene.engine.step("long", TOKENS_OF_USE - 2)  # the warm-up had one
+    scene.engine.step("long", TOKENS_OF_USE - 1)  # the warm-up had one more, which does not count
     await scene.ping()
     assert all(pong.served == 0 for pong in scene.of(Pong))
     scene.engine.step("long", 1)
@@ -572,6 +576,26 @@ async def test_an_error_in_another_thread_is_not_the_engines_death(
     assert [args.exc_type for args in heard] == [ZeroDivisionError]
     assert scene.engine.fatal is None
     assert (await scene.ping()).running == 0
+
+
+async def test_at_rest_only_its_own_request_wakes_a_worker(start: Start) -> None:
+    scene = await start()
+    await scene.boot()
+    await scene.ping()
+    loop: Any = asyncio.get_running_loop()
+    waits_s = [one.when() - loop.time() for one in loop._scheduled if not one.cancelled()]
+    assert len(waits_s) == 1 and waits_s[0] > module.PROBE_EVERY_S / 2
+
+
+async def test_a_socket_that_was_removed_is_there_again_after_a_ping(start: Start) -> None:
+    scene = await start()
+    await scene.boot()
+    Path(scene.spec.socket).unlink()  # noqa: ASYNC240
+    await scene.ping()
+    await until(Path(scene.spec.socket).is_socket)
+    await scene.ask("long")
+    Path(scene.spec.socket).unlink()  # noqa: ASYNC240
+    await scene.worker._send_probe(scene.of(Ready)[0].info)  # it dials itself, before any ping
 
 
 async def test_a_death_that_nobody_told_of_is_seen_by_the_next_ping(start: Start) -> None:

@@ -1,7 +1,8 @@
 """The data of the dashboard: figures of the last minutes, and recent events. Both are bounded.
 
 The supervisor knows the requests of all gateways. It is asked every ASK_EVERY_S while a dashboard
-is open, else every ASK_SELDOM_S. Events are the differences between two states of each worker.
+is open, else every ASK_SELDOM_S, and every ASK_AT_REST_S while nothing happens. Events are the
+differences between two states of each worker.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ log: Any = structlog.get_logger("servekit.gateway")
 EVERY_S = 1.0
 SPAN_S = 300.0
 HAPPENINGS = 100
-#: The time between two questions to the supervisor, with open dashboards and without.
+#: The time between two questions to the supervisor, with open dashboards, without, and at rest.
 ASK_EVERY_S = 2.0
 ASK_SELDOM_S = 15.0
+ASK_AT_REST_S = 60.0
 #: A dashboard counts as closed after this time without a tick.
 LOOKS_S = 10.0
 ANSWER_S = 5.0
@@ -61,15 +63,27 @@ class StatusPoller:
     _asked_s: float = float("-inf")
     _seen_s: float = float("-inf")  # the last tick of a dashboard
     _asking: asyncio.Task[None] | None = None
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def poll(self) -> None:
-        """Poll until cancelled."""
+        """Poll until cancelled: at once a second while there is news, else seldom."""
+        self.router.listeners.append(self._news.set)
+        is_active = True
         while True:
             self.record_changes()
             now_s = time.monotonic()
-            every_s = ASK_EVERY_S if now_s - self._seen_s < LOOKS_S else ASK_SELDOM_S
+            seldom_s = ASK_SELDOM_S if is_active else ASK_AT_REST_S
+            every_s = ASK_EVERY_S if now_s - self._seen_s < LOOKS_S else seldom_s
             if now_s - self._asked_s >= every_s:
+                is_active = False
                 await self._asked()
+            try:
+                async with asyncio.timeout(self._asked_s + every_s - time.monotonic()):
+                    await self._news.wait()
+            except TimeoutError:
+                continue
+            self._news.clear()
+            is_active = True
             await asyncio.sleep(next_tick_s(EVERY_S, asyncio.get_running_loop().time()))
 
     def record_changes(self) -> None:
@@ -81,6 +95,7 @@ class StatusPoller:
     async def recent_status(self) -> Status | None:
         """Return a recent status of all processes; None while the supervisor does not answer."""
         self._seen_s = time.monotonic()
+        self._news.set()
         if self._seen_s - self._asked_s >= ASK_EVERY_S:
             await self._asked()
         return self._status

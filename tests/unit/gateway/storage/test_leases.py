@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from servekit.gateway.storage import leases
-from servekit.gateway.storage.leases import LeaseRunner
+from servekit.gateway.storage.leases import LEASE_S, LOOK_AT_REST_S, LOOK_EVERY_S, LeaseRunner
 from servekit.gateway.storage.store_file import ResponsesUnavailable
+from tests.passing_time import passing_time
 from tests.polling import poll_async
 
 
@@ -26,10 +27,12 @@ class Row:
 class Runner(LeaseRunner[Row]):
     """Holds what `held` says; each row's work lasts until `finish` has its id."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_peers: bool = True) -> None:
         self.rules_changed: list[Callable[[], None]] = []
         access = SimpleNamespace(on_change=self.rules_changed.append)
-        router: Any = SimpleNamespace(access=access)
+        self.listeners: list[Callable[[], None]] = []
+        sources = SimpleNamespace(has_peers=has_peers)
+        router: Any = SimpleNamespace(access=access, listeners=self.listeners, sources=sources)
         super().__init__(router)
         self.held: list[Row] | None = []
         self.fails = False
@@ -140,6 +143,30 @@ async def test_without_rows_to_run_it_sleeps_until_the_rules_change(
         await poll_async("looks at each interval", lambda: runner.looks > 5)
         assert runner.begun == {"a": 1}
     finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+@pytest.mark.parametrize(("has_peers", "holds"), [(False, False), (True, False), (False, True)])
+async def test_a_gateway_alone_that_holds_nothing_looks_seldom(
+    has_peers: bool, holds: bool
+) -> None:
+    with passing_time() as clock:
+        runner = Runner(has_peers=has_peers)
+        running = asyncio.create_task(runner.run_held_rows())
+        await clock.pass_time(2.5 * LEASE_S)
+        assert runner.looks >= 2 * LEASE_S / LOOK_EVERY_S, "leases of an earlier life may end yet"
+        runner.held = [Row("a")] if holds else []
+        await clock.pass_time(LOOK_AT_REST_S)
+        runner.looks = 0
+        await clock.pass_time(20 * LOOK_AT_REST_S)
+        every_s = LOOK_EVERY_S if has_peers or holds else LOOK_AT_REST_S
+        assert runner.looks == pytest.approx(20 * LOOK_AT_REST_S / every_s, abs=2)
+        [tell] = runner.listeners
+        runner.looks = 0
+        tell()  # of a request, which may have stored a row
+        await clock.pass_time(0.01)
+        assert runner.looks == 1
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,7 +11,8 @@ from typing import Any, cast
 import pytest
 
 from servekit.supervisor.admin.resource_monitor import ResourceMonitor
-from servekit.system import shared_memory
+from servekit.supervisor.pace import Pace
+from servekit.system import procfs, shared_memory
 from servekit.system.shared_memory import Segment, recorded_segments
 from tests.polling import poll_async
 
@@ -39,7 +41,8 @@ class BigProcess:
 def monitor(folder: Path, *lives: BigProcess) -> ResourceMonitor:
     deployments: Any = SimpleNamespace(gpus=(), replicas=lambda: ())
     run_dir: Any = SimpleNamespace(path=folder)
-    return ResourceMonitor(deployments, lambda: cast("Any", lives), run_dir, lambda: None)
+    found = cast("Any", lives)
+    return ResourceMonitor(deployments, lambda: found, run_dir, lambda: None, Pace())
 
 
 async def test_the_event_loop_does_not_wait_for_a_memory_map(tmp_path: Path) -> None:
@@ -96,3 +99,45 @@ async def test_operators_who_ask_often_share_a_measurement(
     monkeypatch.setattr("servekit.supervisor.admin.resource_monitor._FRESH_S", 0.0)
     await one.refresh()
     assert len(counted) == 2
+
+
+async def test_all_that_is_due_reads_the_processes_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine with a thousand of them that takes ten milliseconds."""
+    counted: list[None] = []
+
+    def count() -> Iterator[procfs.Process]:
+        counted.append(None)
+        yield from ()
+
+    monkeypatch.setattr(shared_memory, "DIRECTORY", tmp_path / "nobody else's")
+    monkeypatch.setattr(procfs, "all_processes", count)
+    big = BigProcess()
+    big.over.set()
+    one = monitor(tmp_path, big)
+    await one._measure_due(0.0)
+    assert big.asked.is_set() and len(counted) == 1
+    counted.clear()
+    await one._measure_due(0.1)
+    assert counted == [], "nothing is due"
+
+
+async def test_at_rest_the_maps_are_read_only_if_a_segment_came_or_went(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    big = BigProcess()
+    big.over.set()
+    one = monitor(tmp_path, big)
+    monkeypatch.setattr(shared_memory, "DIRECTORY", tmp_path / "nobody else's")
+    changed: list[int] = [1]
+    monkeypatch.setattr(shared_memory, "changed_at", lambda: changed[-1])
+    monkeypatch.setattr(one._pace, "is_at_rest", lambda: True)
+    read: list[bool] = []
+    for now_s in (0.0, 100.0, 200.0, 300.0):
+        big.asked.clear()
+        if now_s == 200.0:
+            changed.append(2)
+        await one._measure_due(now_s)
+        read.append(big.asked.is_set())
+    assert read == [True, False, True, False]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import bisect
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,10 @@ from servekit.gateway.ui.widgets.metrics_history import (
 )
 from servekit.gateway.ui.widgets.stat_cards import render_figures
 from servekit.gateway.ui.widgets.status_poller import (
+    ASK_AT_REST_S,
     ASK_EVERY_S,
+    ASK_SELDOM_S,
+    EVERY_S,
     HAPPENINGS,
     SPAN_S,
     Happening,
@@ -35,12 +40,15 @@ from servekit.protocol.adapters import AdapterStatus
 from servekit.protocol.admin_messages import ModelTraffic
 from servekit.protocol.messages import (
     GatewayStatus,
+    GetStatus,
     GpuStatus,
     ModelStatus,
     ReplicaStatus,
     Status,
+    Topology,
 )
-from servekit.protocol.metrics_messages import Series
+from servekit.protocol.metrics_messages import Figures, Series
+from tests.passing_time import Clock, passing_time
 from tests.unit.gateway.conftest import Service
 
 
@@ -163,6 +171,65 @@ async def test_without_a_supervisor_the_page_goes_on(tmp_path: Path) -> None:
     assert await watch.recent_status() is None
     watch.record_changes()
     assert "Tokens" in render_figures(list(watch.samples), None, SAY_ENGLISH)
+
+
+class Answering:
+    """A supervisor that answers, and the times at which its status was asked for."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.asked: list[float] = []
+
+    async def answer_to(self, question: Any, kind: Any, limit_s: float) -> Any:
+        if isinstance(question, GetStatus):
+            self.asked.append(self.clock())
+            return instance()
+        return Figures(())
+
+
+@pytest.fixture
+async def asking() -> AsyncIterator[tuple[StatusPoller, Answering]]:
+    with passing_time() as clock:
+        watch = StatusPoller(Router("gateway/0"), Answering(clock))  # type: ignore[arg-type]
+        polling = asyncio.create_task(watch.poll())
+        await clock.pass_time(2 * ASK_AT_REST_S)
+        yield watch, watch.supervisor  # type: ignore[misc]
+        polling.cancel()
+
+
+async def test_at_rest_it_asks_once_a_minute_and_sleeps_between(
+    asking: tuple[StatusPoller, Answering],
+) -> None:
+    _, supervisor = asking
+    supervisor.asked.clear()
+    supervisor.clock.wakes.clear()
+    await supervisor.clock.pass_time(100 * ASK_AT_REST_S)
+    assert len(supervisor.asked) == pytest.approx(100, abs=1)
+    assert len(supervisor.clock.wakes) <= 101
+
+
+async def test_news_is_seen_within_a_second_and_what_follows_is_in_the_figures(
+    asking: tuple[StatusPoller, Answering],
+) -> None:
+    watch, supervisor = asking
+    await supervisor.clock.pass_time(ASK_SELDOM_S + 1)
+    supervisor.asked.clear()
+    began_s = supervisor.clock()
+    for state in ("loading", "ready"):
+        watch.router.apply_topology(Topology(tuple(model(replica(state)).values())))
+        await supervisor.clock.pass_time(2 * EVERY_S)
+    assert [one.kind for one in watch.happenings] == ["state.loading", "state.ready"]
+    assert [at <= began_s + 1.1 * EVERY_S for at in supervisor.asked] == [True]
+    await supervisor.clock.pass_time(ASK_SELDOM_S)
+    assert len(supervisor.asked) == 2
+    supervisor.asked.clear()
+    for _ in range(20):  # a dashboard is open
+        await watch.recent_status()
+        await supervisor.clock.pass_time(ASK_EVERY_S)
+    assert len(supervisor.asked) == pytest.approx(20, abs=1)
+    supervisor.asked.clear()
+    await supervisor.clock.pass_time(10 * ASK_AT_REST_S)
+    assert len(supervisor.asked) <= 14  # a few as if it were open, and once after it
 
 
 # ---------------------------------------------------------------- events
