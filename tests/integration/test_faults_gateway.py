@@ -197,7 +197,9 @@ def test_poison_through_two_gateways_takes_nobody_along(tmp_path: Path) -> None:
         assert said == ["request_quarantined"] * 2
         assert all(request.result(60) > 0 for request in short)
         assert [request.result(60) for request in long] == [lap(TEXT, 150)] * 2
-        assert count_restarts(instance, 6) == 6
+        # three deaths each; the second runs alone at once, and takes one worker less, if its
+        # gateway has heard by then that requests of this address kill
+        assert count_restarts(instance, 5) in (5, 6)
 
 
 # ---------------------------------------------------------------- gateways
