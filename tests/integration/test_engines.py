@@ -86,8 +86,11 @@ def test_its_workers_may_die_in_the_middle_of_an_answer(
             os.kill(replica.pid, signal.SIGKILL)
         said += "".join(coming)
         assert said == whole
-        workers = lambda: instance.model("m").replicas  # noqa: E731
-        instance.until("both are back", lambda: sum(one.restarts for one in workers()) == 2)
+
+        def restarts() -> int:
+            return sum(replica.restarts for replica in instance.model("m").replicas)
+
+        instance.until("both are back", lambda: restarts() == 2)
 
 
 @pytest.mark.lane("long")
