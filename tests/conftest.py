@@ -62,6 +62,11 @@ TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 INTEGRATION = TESTS / "integration"
 ENGINES = TESTS / "unit" / "engines"
+#: Their tests start servers of tools, one after the other: the last files would wait for one.
+TOOLS = (
+    TESTS / "unit" / "gateway" / "tool_servers" / "test_server.py",
+    TESTS / "unit" / "gateway" / "ui" / "test_chat_tools.py",
+)
 STYLE = TESTS / "unit" / "test_style.py"
 
 
@@ -107,14 +112,15 @@ def pytest_collection(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put mypy's file first, and then those of real processes mixed with those of engines.
+    """Put mypy's file first, and then those of real processes mixed with those that compute.
 
     They take longest, and so do not end up last. The first wait and the second compute, so that
     one worker of xdist waits while another computes.
     """
     lanes.choose(config, items)
     properties.seed_tests(config, items)
-    files: dict[Path, dict[Path, None]] = {STYLE: {}, INTEGRATION: {}, ENGINES: {}, TESTS: {}}
+    early = (STYLE, INTEGRATION, ENGINES, *TOOLS)
+    files: dict[Path, dict[Path, None]] = {at: {} for at in (*early, TESTS)}
     for path in dict.fromkeys(item.path for item in items):
         next(found for at, found in files.items() if path.is_relative_to(at))[path] = None
     places = {

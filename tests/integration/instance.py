@@ -226,10 +226,10 @@ class Instance:
 
     def until_ui(self, key: str = "", within_s: float = 180.0, **options: Any) -> None:
         """Wait until the pages are served, to the holder of `key` if keys are needed."""
-        auth = ("me", key) if key else None
+        auth, url = ("me", key) if key else None, self.url
 
         def is_up() -> bool:
-            return httpx.get(f"{self.url}/ui/", auth=auth, **options).status_code == 200
+            return httpx.get(f"{url}/ui/", auth=auth, **options).status_code == 200
 
         self.until("the UI is up", is_up, within_s)
 

@@ -86,7 +86,11 @@ def test_its_workers_may_die_in_the_middle_of_an_answer(
             os.kill(replica.pid, signal.SIGKILL)
         said += "".join(coming)
         assert said == whole
-        assert sum(replica.restarts for replica in instance.model("m").replicas) == 2
+
+        def restarts() -> int:
+            return sum(replica.restarts for replica in instance.model("m").replicas)
+
+        instance.until("both are back", lambda: restarts() == 2)
 
 
 @pytest.mark.lane("long")

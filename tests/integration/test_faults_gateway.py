@@ -94,6 +94,20 @@ def test_a_killed_worker_costs_no_answer(tmp_path: Path, replicas: int) -> None:
         assert instance.replica("m/0").restarts == 1
 
 
+def count_restarts(instance: Instance, at_least: int) -> int:
+    """The restarts of both workers, once all that are expected have come and both are ready.
+
+    Requests are answered earlier: by the other worker, while the dead one is still being replaced.
+    """
+
+    def come() -> int:
+        workers = instance.model("m").replicas
+        count = sum(one.restarts for one in workers)
+        return count if all(one.state == "ready" for one in workers) and count >= at_least else 0
+
+    return poll("both workers are back", come, 30)
+
+
 @pytest.mark.lane("long")
 def test_poison_takes_nobody_along(tmp_path: Path) -> None:
     models = [echo("m", replicas=2, step_s=0.02, crash_on="poison", slots=16)]
@@ -114,7 +128,7 @@ def test_poison_takes_nobody_along(tmp_path: Path) -> None:
         assert again.value.code == "request_quarantined"
         assert time.monotonic() - began < 2.0
         assert ask(client, "another", 7)[0] == "another"
-        assert sum(instance.replica(f"m/{n}").restarts for n in range(2)) == 3
+        assert count_restarts(instance, 3) == 3
 
 
 def through_each(
@@ -183,7 +197,9 @@ def test_poison_through_two_gateways_takes_nobody_along(tmp_path: Path) -> None:
         assert said == ["request_quarantined"] * 2
         assert all(request.result(60) > 0 for request in short)
         assert [request.result(60) for request in long] == [lap(TEXT, 150)] * 2
-        assert sum(instance.replica(f"m/{n}").restarts for n in range(2)) == 6
+        # three deaths each; the second runs alone at once, and takes one worker less, if its
+        # gateway has heard by then that requests of this address kill
+        assert count_restarts(instance, 5) in (5, 6)
 
 
 # ---------------------------------------------------------------- gateways

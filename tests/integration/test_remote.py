@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from servekit.system import procfs
-from tests.integration.instance import PROGRAM, Instance, echo, write_config
+from tests.integration.instance import PROGRAM, Instance, bearer, echo, write_config
 from tests.integration.test_faults_supervisor import cli
 from tests.polling import poll
 from tests.unit.engines.conftest import SMOLLM2
@@ -328,7 +328,12 @@ def test_its_worker_dies_and_what_was_not_streamed_is_asked_again(
             target=lambda: answers.append(client.post("/v1/chat/completions", json=body))
         )
         thread.start()
-        upstream.until("it runs there", lambda: upstream.replica("slow/0").running == 1)
+
+        def runs_there() -> bool:  # by the gateway: the supervisor hears of it once a second
+            answer = httpx.get(f"{upstream.url}/readyz", headers=bearer(KEY))
+            return bool(answer.json()["models"]["slow"]["running"] == 1)
+
+        upstream.until("it runs there", runs_there)
         os.kill(instance.replica("slow/0").pid, signal.SIGKILL)
         thread.join(60)
     assert answers[0].json()["choices"][0]["message"]["content"] == "x" * 20

@@ -100,7 +100,15 @@ class Visitor:
 
     def press(self, name: str) -> None:
         """Press a button, which may be marked as disabled."""
+        self.page.get_by_role("button", name=name, exact=True).click(force=True)
+
+    def press_enabled(self, name: str) -> None:
+        """Press a button once the page has heard of what makes it possible.
+
+        The supervisor tells a test earlier, and until then the press would be refused.
+        """
         button = self.page.get_by_role("button", name=name, exact=True)
+        expect(button).not_to_have_attribute("aria-disabled", "true", timeout=WITHIN_MS)
         button.click(force=True)
 
     def choose(self, label: str, model: str) -> None:
@@ -355,7 +363,7 @@ def test_the_admins_key_loads_a_model_and_adds_an_adapter(
     page.press("Sleep moving")  # is disabled, and says why
     expect(page["#sk-told"]).to_contain_text("Not possible now: it is stopped", timeout=WITHIN_MS)
     assert tier(instance, "moving") == "stopped"
-    page.press("Load moving")
+    page.press_enabled("Load moving")
     expect(page["#sk-told"]).to_contain_text("moving is being loaded", timeout=WITHIN_MS)
     poll("it is loaded", lambda: tier(instance, "moving") == "resident", within_s=30)
     page["#sk-adapter input, #sk-adapter textarea"].fill("loud")
@@ -365,18 +373,18 @@ def test_the_admins_key_loads_a_model_and_adds_an_adapter(
     poll("it is listed", lambda: adapters_of(instance, "moving") == ["loud"], within_s=30)
     page["#sk-adapter-remove"].click()
     expect(page["#sk-adapter-told"]).to_contain_text("loud was removed", timeout=WITHIN_MS)
-    page.press("Sleep moving")
+    page.press_enabled("Sleep moving")
     poll("it sleeps", lambda: tier(instance, "moving") == "asleep", within_s=30)
-    page.press("Wake moving")
+    page.press_enabled("Wake moving")
     poll("it is awake", lambda: tier(instance, "moving") == "resident", within_s=30)
     before = away(lambda: instance.replica("moving/0")).pid
-    page.press("Restart moving")
+    page.press_enabled("Restart moving")
     expect(page["#sk-told"]).to_contain_text("is being replaced", timeout=WITHIN_MS)
     poll("it has another worker", lambda: is_another(instance, before), within_s=30)
-    page.press("Unload moving")
+    page.press_enabled("Unload moving")
     poll("it is away", lambda: tier(instance, "moving") == "stopped", within_s=30)
     one = away(lambda: instance.replica("talker/1")).pid
-    page.press("Restart talker/1")
+    page.press_enabled("Restart talker/1")
     poll("it is another", lambda: one not in pids(instance, "talker"), within_s=30)
     page.press("few")
     expect(page["#sk-told"]).to_contain_text("The profile is few", timeout=WITHIN_MS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -34,12 +33,15 @@ def functions() -> list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     ]
 
 
-def calls() -> Iterator[tuple[str, str, ast.Call]]:
+@cache
+def calls() -> list[tuple[str, str, ast.Call]]:
     """(place, function, call) of all calls of loggers."""
-    for path, function in functions():
-        for node in ast.walk(function):
-            if isinstance(node, ast.Call) and _is_of_logger(node.func):
-                yield f"{path}:{node.lineno}", function.name, node
+    return [
+        (f"{path}:{node.lineno}", function.name, node)
+        for path, function in functions()
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call) and _is_of_logger(node.func)
+    ]
 
 
 def _is_of_logger(called: ast.expr) -> bool:

@@ -138,11 +138,14 @@ class Service:
         await until(lambda: sum(r.routable for r in route.replicas.values()) == count)
         return workers
 
+    def stop(self) -> None:
+        self.tell()
+        for worker in self.workers:
+            worker.kill()
+
 
 @pytest.fixture
 async def service(tmp_path: Path) -> AsyncIterator[Service]:
     service = Service(tmp_path)
     yield service
-    service.tell()
-    for worker in service.workers:
-        worker.kill()
+    service.stop()

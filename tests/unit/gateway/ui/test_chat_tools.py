@@ -7,6 +7,7 @@ their result with itself. Here it gives as many tokens as that message has.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 from collections.abc import AsyncIterator
@@ -45,6 +46,8 @@ from tests.unit.gateway.conftest import DEADLINE_S, Service
 
 pytest.importorskip("mcp")
 ODD = str(Path(__file__).parents[1] / "tool_servers" / "odd_tools.py")
+#: Of the tests that share a server, which is used on one loop.
+on_one_loop = pytest.mark.asyncio(loop_scope="module")
 
 
 def write_call(name: str, **arguments: Any) -> str:
@@ -92,13 +95,12 @@ class Page:
         return self.chats.answer_turn(visit, model, turns, Settings(), {}, open_offer, conversation)
 
 
-@pytest_asyncio.fixture
-async def page(
-    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Page]:
+@contextlib.asynccontextmanager
+async def open_page(folder: Path) -> AsyncIterator[Page]:
+    service = Service(folder)
     [worker] = await service.up(said={"tool_parser": "hermes"})
     status = replace(service.router.routes["m"].status, info=worker.runner.info)
-    command = (sys.executable, ODD, str(tmp_path / "pid"))
+    command = (sys.executable, ODD, str(folder / "pid"))
     access = AccessRules(mcp=(McpServer("odd", command),))
     service.router.apply_topology(Topology((status,), access=access))
     take = service.router.queue_call
@@ -108,18 +110,41 @@ async def page(
         call.params = replace(call.params, max_tokens=len(call.messages[-1].content))
         return take(call, timeout_s)
 
-    monkeypatch.setattr(service.router, "queue_call", open_once)
     servers = ToolServers(service.router.access)
-    try:
-        yield Page(service, servers)
-    finally:
-        await servers.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(service.router, "queue_call", open_once)
+        try:
+            yield Page(service, servers)
+        finally:
+            await servers.close()
+            service.stop()
+
+
+@pytest_asyncio.fixture
+async def own_page(tmp_path: Path) -> AsyncIterator[Page]:
+    """A page whose server a test may end."""
+    async with open_page(tmp_path) as page:
+        yield page
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Page]:
+    """A server takes two seconds of CPU to start."""
+    async with open_page(tmp_path_factory.mktemp("chat-tools")) as page:
+        yield page
+
+
+@pytest.fixture
+def page(shared: Page) -> Page:
+    """A visitor of the shared service, who has asked nothing yet."""
+    return Page(shared.service, shared.servers)
 
 
 def calls_of(view: View) -> list[StoredCall]:
     return [call for turn in view.turns for call in turn.get("calls", [])]
 
 
+@on_one_loop
 async def test_a_call_is_made_after_it_was_allowed_and_its_result_is_answered(page: Page) -> None:
     views = await page.ask(write_call("add", a=1, b=2), "allow")
     assert page.asked == ["add"]
@@ -135,6 +160,7 @@ async def test_a_call_is_made_after_it_was_allowed_and_its_result_is_answered(pa
     assert page.service.router.in_flight == 0
 
 
+@on_one_loop
 async def test_a_declined_call_is_not_made_and_the_model_is_told(
     page: Page, tmp_path: Path
 ) -> None:
@@ -146,6 +172,7 @@ async def test_a_declined_call_is_not_made_and_the_model_is_told(
     assert views[-1].turns[-1]["content"] == NOT_MADE
 
 
+@on_one_loop
 async def test_each_call_is_asked_for_unless_its_tool_is_always_allowed(page: Page) -> None:
     two = write_call("add", a=1, b=2) + write_call("add", a=3, b=4)
     views = await page.ask(two, "allow", "decline")
@@ -157,12 +184,14 @@ async def test_each_call_is_asked_for_unless_its_tool_is_always_allowed(page: Pa
     assert page.asked == ["add", "add", "add", "fail", "fail", "add"]
 
 
+@on_one_loop
 async def test_of_too_many_calls_at_once_the_first_are_asked_for(page: Page) -> None:
     views = await page.ask(write_call("add", a=1, b=1) * (MOST_CALLS + 2), "always")
     outcomes = [call["outcome"] for call in calls_of(views[-1])]
     assert outcomes == ["done"] * MOST_CALLS + ["failed"] * 2
 
 
+@on_one_loop
 async def test_a_decision_for_another_call_is_passed_over(page: Page) -> None:
     stream = page.stream(write_call("add", a=1, b=2))
     async for view in stream:
@@ -175,13 +204,13 @@ async def test_a_decision_for_another_call_is_passed_over(page: Page) -> None:
     assert [call["outcome"] for call in calls_of(last)] == ["declined"]
 
 
+@on_one_loop
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         (write_call("rm", path="/"), "There is no tool 'rm'"),
         (write_call("fail"), "no such city"),
         (write_call("add", a="x"), "validation error"),
-        (write_call("crash"), "The MCP server failed"),
     ],
 )
 async def test_what_goes_wrong_is_a_result_for_the_model(page: Page, text: str, said: str) -> None:
@@ -191,6 +220,13 @@ async def test_what_goes_wrong_is_a_result_for_the_model(page: Page, text: str, 
     assert said in views[-1].turns[-1]["content"] and not views[-1].error
 
 
+async def test_a_server_that_crashes_is_a_result_for_the_model(own_page: Page) -> None:
+    await test_what_goes_wrong_is_a_result_for_the_model(
+        own_page, write_call("crash"), "The MCP server failed"
+    )
+
+
+@on_one_loop
 async def test_stop_ends_a_question_and_a_call(page: Page, tmp_path: Path) -> None:
     begun = tmp_path / "begun"
     text = write_call("hang", begun=str(begun))
@@ -213,6 +249,7 @@ async def test_stop_ends_a_question_and_a_call(page: Page, tmp_path: Path) -> No
     assert not is_answered(last.turns)
 
 
+@on_one_loop
 async def test_a_page_that_is_left_makes_no_call(page: Page, tmp_path: Path) -> None:
     begun = tmp_path / "begun"
     stream = page.stream(write_call("hang", begun=str(begun)))
@@ -225,6 +262,7 @@ async def test_a_page_that_is_left_makes_no_call(page: Page, tmp_path: Path) -> 
     assert not begun.exists()
 
 
+@on_one_loop
 async def test_a_new_question_leaves_the_call_that_was_asked_for(page: Page) -> None:
     stream = page.stream(write_call("add", a=1, b=2))
     async for view in stream:
@@ -234,6 +272,7 @@ async def test_a_new_question_leaves_the_call_that_was_asked_for(page: Page) -> 
     assert [view async for view in stream] == []
 
 
+@on_one_loop
 async def test_a_model_that_calls_for_ever_is_stopped(
     page: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,6 +284,7 @@ async def test_a_model_that_calls_for_ever_is_stopped(
     assert len(calls_of(views[-1])) == 3
 
 
+@on_one_loop
 async def test_servers_that_cannot_be_used_end_the_answer_with_a_sentence(page: Page) -> None:
     last = (await page.ask("hello", names=("odd", "gone")))[-1]
     assert last.error == "the tools of gone cannot be used: there is no such server any more"
@@ -260,22 +300,22 @@ async def test_servers_that_cannot_be_used_end_the_answer_with_a_sentence(page: 
     assert "`headers`" in last.error
 
 
-async def test_a_reload_ends_a_server_that_is_no_longer_in_the_file(page: Page) -> None:
-    offer = await page.servers.open_tools(["odd"], page.caller)
-    page.service.router.access.apply_rules(AccessRules())
-    assert page.servers.list_names(page.caller) == ()
+async def test_a_reload_ends_a_server_that_is_no_longer_in_the_file(own_page: Page) -> None:
+    offer = await own_page.servers.open_tools(["odd"], own_page.caller)
+    own_page.service.router.access.apply_rules(AccessRules())
+    assert own_page.servers.list_names(own_page.caller) == ()
     result = await offer.call(offer.tools["add"], {"a": 1, "b": 2})  # while it is ending
     assert result.is_error and "no longer offered" in result.text
     with pytest.raises(RequestError):
-        await page.servers.open_tools(["odd"], page.caller)
+        await own_page.servers.open_tools(["odd"], own_page.caller)
 
 
-async def test_tools_of_the_same_name_are_told_apart(page: Page, tmp_path: Path) -> None:
+async def test_tools_of_the_same_name_are_told_apart(own_page: Page, tmp_path: Path) -> None:
     command = (sys.executable, ODD, str(tmp_path / "pid2"))
-    rules = page.service.router.access.rules
+    rules = own_page.service.router.access.rules
     both = AccessRules(mcp=(*rules.mcp, McpServer("second one", command)))
-    page.service.router.access.apply_rules(both)
-    offer = await page.servers.open_tools(["odd", "second one"], page.caller)
+    own_page.service.router.access.apply_rules(both)
+    offer = await own_page.servers.open_tools(["odd", "second one"], own_page.caller)
     assert {"odd_add", "second_one_add"} <= set(offer.tools)
     result = await offer.call(offer.tools["second_one_add"], {"a": 1, "b": 2})
     assert result.text == "3"
