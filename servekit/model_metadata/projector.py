@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from servekit.model_metadata.gguf import Header
+from servekit.errors import LoadError
+from servekit.model_metadata.gguf import Header, read_header
 
 #: The architecture that such files state.
 ARCHITECTURE = "clip"
@@ -77,6 +78,23 @@ def find_projectors(model: Path) -> list[Path]:
         return sorted(one for one in model.parent.iterdir() if _NAME.fullmatch(one.name))
     except OSError:
         return []
+
+
+def find_beside(model: Path, header: Header) -> tuple[Path, Header] | None:
+    """Return the projector beside a model's file, and its header; None if there is none.
+
+    Raises LoadError for several ones, and for one that llama.cpp could not load for this model.
+    """
+    beside = find_projectors(model)
+    if not beside:
+        return None
+    if len(beside) > 1:
+        names = " and ".join(one.name for one in beside[:2])
+        raise LoadError(f"{names} lie beside the model; options.mmproj says which is its own")
+    found = read_header(beside[0])
+    if why := find_fault(found, header):
+        raise LoadError(f"{beside[0]} {why}")
+    return beside[0], found
 
 
 def find_fault(projector: Header, model: Header | None = None) -> str:

@@ -25,14 +25,28 @@ _OURS = {*_CONVERTING, "llamacpp", "faster_whisper"}
 
 def problems(plan: Plan) -> Iterator[str]:
     """Yield a message for each model whose files are here and cannot be loaded."""
+    for index, model, path in _find_local(plan):
+        if reason := problem(model, path):
+            yield f"models[{index}].path: {model.name}: {reason}"
+
+
+def list_blind(plan: Plan) -> Iterator[str]:
+    """Yield a message for each model that serves texts only, for its projector is unusable."""
+    for index, model, path in _find_local(plan):
+        if not problem(model, path) and (reason := _explain_no_images(model, path)):
+            yield f"models[{index}].path: {model.name} serves texts only: {reason}"
+
+
+def _find_local(plan: Plan) -> Iterator[tuple[int, ModelConfig, Path]]:
+    """Yield each model of our engines whose files are here: its place in the file, and they."""
     if plan.config.launcher == "ray":  # the files are on other machines
         return
     for index, model in enumerate(plan.config.models):
         if model.engine in _OURS:
             environ = {**plan.source.environ, **model.env}
             path = local_model_files.find_model_files(model.path, model.revision, environ)
-            if path is not None and (reason := problem(model, path)):
-                yield f"models[{index}].path: {model.name}: {reason}"
+            if path is not None:
+                yield index, model, path
 
 
 def problem(model: ModelConfig, path: Path) -> str:
@@ -84,6 +98,21 @@ def _of_projector(model: ModelConfig, path: Path) -> str:
         return ""
     fault = projector.find_fault(read_header(file), read_header(path, part=True))
     return f"options.mmproj: {file} {fault}." if fault else ""
+
+
+def _explain_no_images(model: ModelConfig, path: Path) -> str:
+    """Return why llama.cpp cannot use the projector beside the model, or ""."""
+    if model.engine != "llamacpp" or model.options.get("mmproj") is not None:
+        return ""
+    try:
+        if path.is_dir():
+            [path] = projector.find_models(path)
+        projector.find_beside(path, read_header(path, part=True))
+    except LoadError as error:
+        return error.message
+    except (OSError, ValueError):  # left to the engine
+        return ""
+    return ""
 
 
 def _unknown_folder(model: ModelConfig, folder: Path) -> str:
