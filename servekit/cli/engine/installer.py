@@ -135,7 +135,7 @@ def find_kind(package: str) -> EngineKind | None:
 
 def _further_needs(kind: EngineKind | None) -> Sequence[str]:
     # uvloop makes a worker's own part faster, and is missing on no platform that vLLM runs on
-    return (*WORKER_NEEDS, "uvloop", *(kind.needs if kind is not None else ()))
+    return (*WORKER_NEEDS, "uvloop", *((*kind.needs, *kind.media) if kind is not None else ()))
 
 
 def _parse_requirement(text: str) -> Requirement:
