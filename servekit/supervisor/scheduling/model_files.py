@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from servekit.config.engines.quantization_checks import get_method
 from servekit.config.schema import ModelConfig
 from servekit.errors import LoadError
 from servekit.model_metadata import ctranslate2, gguf, model_folder, projector
@@ -19,6 +20,8 @@ from servekit.supervisor.scheduling import local_model_files
 
 #: Engines that convert a GGUF file and load it with transformers; llamacpp loads it directly.
 _CONVERTING = {"transformers", "vllm"}
+#: Ends of the names of architectures that write no text, or only what is said.
+_NO_WRITERS = ("ForSequenceClassification", "WhisperForConditionalGeneration")
 #: Other packages' engines may load files of any kind.
 _OURS = {*_CONVERTING, "llamacpp", "faster_whisper"}
 
@@ -63,7 +66,8 @@ def problem(model: ModelConfig, path: Path) -> str:
         if path.is_file():
             return _of_gguf(model, path) or _of_projector(model, path)
         model_folder.check(path)
-        return model_folder.lacks_tokenizer(path) or _unknown_folder(model, path)
+        fault = model_folder.lacks_tokenizer(path) or _unknown_folder(model, path)
+        return fault or _of_quantization(model, path)
     except LoadError as error:
         return error.message
     except OSError as error:
@@ -126,6 +130,21 @@ def _unknown_folder(model: ModelConfig, folder: Path) -> str:
     if model.engine != "transformers" or not kind or own or _is_named(str(kind), names):
         return ""
     return f"{folder}: this version of transformers does not know the model type {kind!r}."
+
+
+def _of_quantization(model: ModelConfig, folder: Path) -> str:
+    """Return why transformers cannot quantise the weights while it loads them, or ""."""
+    if not get_method(model):
+        return ""
+    config = json.loads((folder / "config.json").read_bytes())
+    named = config.get("architectures")
+    architecture = str(named[0]) if isinstance(named, list) and named else ""
+    scores = model.options.get("task") == "rerank" or (folder / "modules.json").is_file()
+    if scores or architecture.endswith(_NO_WRITERS):
+        return "options.quantization is for models that write text, and this one does not."
+    if config.get("quantization_config"):
+        return "it is quantised already: leave out options.quantization."
+    return ""
 
 
 def _is_named(name: str, files: tuple[str, ...]) -> bool:

@@ -103,6 +103,23 @@ def test_check_tells_of_a_projector_beside_a_model_that_is_unusable(tmp_path: Pa
     assert f"{said}mmproj-b.gguf and mmproj.gguf lie beside the model" in check()
 
 
+def test_models_whose_weights_are_not_quantised(folder: Path) -> None:
+    asked = model().model_copy(update={"options": {"quantization": "int8"}})
+    assert problem(asked, folder) == ""
+    config = json.loads((folder / "config.json").read_bytes())
+    stored = config | {"quantization_config": {"quant_method": "awq"}}
+    (folder / "config.json").write_text(json.dumps(stored))
+    assert problem(asked, folder) == "it is quantised already: leave out options.quantization."
+    said = "options.quantization is for models that write text, and this one does not."
+    for kind in ("BertForSequenceClassification", "WhisperForConditionalGeneration"):
+        (folder / "config.json").write_text(json.dumps(config | {"architectures": [kind]}))
+        assert problem(asked, folder) == said
+        assert problem(model(), folder) == ""
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "modules.json").write_text("[]")
+    assert problem(asked, folder) == said
+
+
 def test_a_gguf_in_parts(tmp_path: Path) -> None:
     first = tmp_path / "tiny-00001-of-00002.gguf"
     first.write_bytes(write_tiny_gguf(tmp_path / "tiny.gguf").read_bytes())
