@@ -63,8 +63,8 @@ _OUTPUTS = {
 }
 #: Tensors of a layer of an encoder.
 _BLOCK = re.compile(r"([va])\.blk\.(\d+)\.((?:attn|ffn|ln)\w*\.(?:weight|bias))")
-#: Positions of a recording's window, as Whisper has them.
-_AUDIO_POSITIONS = 3000
+#: Frames of a recording's window, as Whisper has them; its encoder makes one position of two.
+_AUDIO_FRAMES = 3000
 
 
 def find_models(folder: Path) -> list[Path]:
@@ -149,6 +149,9 @@ def _compare_sizes(projector: Header, modality: str) -> Iterator[str]:
     shape = projector.shapes.get("v.patch_embd.weight", ())
     if modality == "vision" and shape[:2] != (patch, patch):
         yield f"is damaged: its {keys}patch_size is {patch!r}, and its tensor for patches {shape}"
+    places = projector.shapes.get("a.position_embd.weight", ())
+    if modality == "audio" and places[1:] < (_AUDIO_FRAMES // 2,):
+        yield f"hears less than 30 s: its a.position_embd.weight is {places}"
 
 
 def _compare_blocks(projector: Header, modality: str) -> Iterator[str]:
@@ -215,7 +218,7 @@ def _count_activations(
 ) -> int:
     """Return the bytes of activations in float32."""
     width, inner = (number(f"clip.{kind}.{key}_length") for key in ("embedding", "feed_forward"))
-    positions = _AUDIO_POSITIONS
+    positions = _AUDIO_FRAMES
     if kind == "vision":
         side = number("clip.vision.image_size") // max(1, number("clip.vision.patch_size"))
         named = metadata.get("clip.projector_type") or metadata.get("clip.vision.projector_type")
