@@ -31,8 +31,8 @@ _P = c_void_p
 _TEXT, _IMAGE = 0, 1  # mtmd_input_chunk_type; others are recordings
 #: Bits of a mark that tell the pieces of one image apart.
 _MARK_BITS = 32
-#: Silence follows a shorter recording: libmtmd ends the process for a single sample, and mirrors the
-#: first 200 whether or not they are there. Source: `log_mel_spectrogram` of mtmd-audio.cpp.
+#: Silence follows a shorter recording: libmtmd ends the process for a single sample, and mirrors
+#: the first 200 whether or not they are there. Source: `log_mel_spectrogram` of mtmd-audio.cpp.
 _LEAST_SAMPLES = 400
 
 
