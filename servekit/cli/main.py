@@ -100,7 +100,7 @@ def check(
     from servekit.config.engines.installed import Machine
     from servekit.config.load import error_at, suggest_engines
     from servekit.supervisor.scheduling.fetch_checks import look_up, with_estimates
-    from servekit.supervisor.scheduling.model_files import problems
+    from servekit.supervisor.scheduling.model_files import list_blind, problems
 
     if file is None or config is not None:
         words = [str(file)] if file is not None else []
@@ -118,6 +118,8 @@ def check(
     machine = Machine(bool(plan.gpus), environ=source.environ)
     for name, choice in suggest_engines(plan.config, file.absolute().parent, machine):
         print(f"{name}: `engine: auto` would choose {choice}", file=sys.stderr)
+    for blind in list_blind(plan):
+        print(f"warning: {blind}", file=sys.stderr)
     found = [f"{file}: {problem}" for problem in problems(plan)]
     for told in looked_up:
         if told.level == "error":

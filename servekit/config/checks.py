@@ -157,15 +157,20 @@ def check_model(config: ModelConfig, at: Place, folder: Path) -> Iterator[Proble
         yield from _check_gpus(config, config.gpus, at)
     yield from _check_residency(config, at)
     yield from _check_scaling(config, at)
-    yield from _check_limit(config, config.sampling, (*at, "sampling"))
+    yield from _check_sampling(config, config.sampling, (*at, "sampling"))
     yield from _check_presets(config, at, folder)
 
 
-def _check_limit(config: ModelConfig, sampling: SamplingDefaults, at: Place) -> Iterator[Problem]:
+def _check_sampling(
+    config: ModelConfig, sampling: SamplingDefaults, at: Place
+) -> Iterator[Problem]:
     longest, context = sampling.max_tokens, config.max_context
     if longest and context and longest >= context:
         message = f"{longest} tokens and a prompt do not fit max_context, {context}."
         yield Problem((*at, "max_tokens"), message)
+    if config.engine == "vllm" and (sampling.temperature or 0) > vllm_checks.MAX_TEMPERATURE:
+        message = f"vLLM takes temperatures up to {vllm_checks.MAX_TEMPERATURE} only."
+        yield Problem((*at, "temperature"), message)
 
 
 #: Template variables that servekit sets.
@@ -193,7 +198,7 @@ def _check_presets(config: ModelConfig, at: Place, folder: Path) -> Iterator[Pro
     templates = config.options.get("chat_template_kwargs", not find_engine_kind(config).is_remote)
     for i, preset in enumerate(config.presets):
         here = (*at, "presets", i)
-        yield from _check_limit(config, preset.sampling, (*here, "sampling"))
+        yield from _check_sampling(config, preset.sampling, (*here, "sampling"))
         for name in preset.template:
             if name in _OF_THE_SERVER:
                 yield Problem((*here, "template", name), "servekit sets this.", at_key=True)

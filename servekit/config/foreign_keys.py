@@ -24,6 +24,8 @@ OF_A_MODEL = {
     "enable_auto_tool_choice": "tools are on by themselves; leave it out",
     "max_num_seqs": "`options: {{slots: {value}}}` is how many requests run at once",
     "api_key": "keys of clients are `keys` at the top of the file; `servekit key new` makes one",
+    "generation": "`sampling` has what requests leave out, such as the temperature",
+    "generation_config": "`sampling` has what requests leave out, such as the temperature",
     # llama.cpp
     "n_ctx": _CONTEXT,
     "ctx_size": _CONTEXT,

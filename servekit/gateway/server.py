@@ -405,6 +405,7 @@ def _server(app: Any, http: Any, keep_alive_s: float) -> uvicorn.Server:
     server = uvicorn.Server(config)
     server.servers = []
     server.lifespan = config.lifespan_class(config)
-    # the gateway has its own log, and invalid HTTP from clients must not fill it
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    # the gateway has its own log, and invalid HTTP and forms from clients must not fill it
+    for library in ("uvicorn.error", "python_multipart"):
+        logging.getLogger(library).setLevel(logging.ERROR)
     return server

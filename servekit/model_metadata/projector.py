@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from servekit.model_metadata.gguf import Header
+from servekit.errors import LoadError
+from servekit.model_metadata.gguf import Header, read_header
 
 #: The architecture that such files state.
 ARCHITECTURE = "clip"
@@ -62,8 +63,8 @@ _OUTPUTS = {
 }
 #: Tensors of a layer of an encoder.
 _BLOCK = re.compile(r"([va])\.blk\.(\d+)\.((?:attn|ffn|ln)\w*\.(?:weight|bias))")
-#: Positions of a recording's window, as Whisper has them.
-_AUDIO_POSITIONS = 3000
+#: Frames of a recording's window, as Whisper has them; its encoder makes one position of two.
+_AUDIO_FRAMES = 3000
 
 
 def find_models(folder: Path) -> list[Path]:
@@ -77,6 +78,23 @@ def find_projectors(model: Path) -> list[Path]:
         return sorted(one for one in model.parent.iterdir() if _NAME.fullmatch(one.name))
     except OSError:
         return []
+
+
+def find_beside(model: Path, header: Header) -> tuple[Path, Header] | None:
+    """Return the projector beside a model's file, and its header; None if there is none.
+
+    Raises LoadError for several ones, and for one that llama.cpp could not load for this model.
+    """
+    beside = find_projectors(model)
+    if not beside:
+        return None
+    if len(beside) > 1:
+        names = " and ".join(one.name for one in beside[:2])
+        raise LoadError(f"{names} lie beside the model; options.mmproj says which is its own")
+    found = read_header(beside[0])
+    if why := find_fault(found, header):
+        raise LoadError(f"{beside[0]} {why}")
+    return beside[0], found
 
 
 def find_fault(projector: Header, model: Header | None = None) -> str:
@@ -131,6 +149,9 @@ def _compare_sizes(projector: Header, modality: str) -> Iterator[str]:
     shape = projector.shapes.get("v.patch_embd.weight", ())
     if modality == "vision" and shape[:2] != (patch, patch):
         yield f"is damaged: its {keys}patch_size is {patch!r}, and its tensor for patches {shape}"
+    places = projector.shapes.get("a.position_embd.weight", ())
+    if modality == "audio" and places[1:] < (_AUDIO_FRAMES // 2,):
+        yield f"hears less than 30 s: its a.position_embd.weight is {places}"
 
 
 def _compare_blocks(projector: Header, modality: str) -> Iterator[str]:
@@ -197,7 +218,7 @@ def _count_activations(
 ) -> int:
     """Return the bytes of activations in float32."""
     width, inner = (number(f"clip.{kind}.{key}_length") for key in ("embedding", "feed_forward"))
-    positions = _AUDIO_POSITIONS
+    positions = _AUDIO_FRAMES
     if kind == "vision":
         side = number("clip.vision.image_size") // max(1, number("clip.vision.patch_size"))
         named = metadata.get("clip.projector_type") or metadata.get("clip.vision.projector_type")

@@ -171,10 +171,13 @@ def _check_events(asked: Asked, body: bytes) -> None:
         raise Wrong("a stream of nothing")
     if asked.path in AUDIO:
         *deltas, done = [one.get("type") for one in said]
-        if done != "transcript.text.done" or set(deltas) - {"transcript.text.delta"}:
+        if done != "transcript.text.done" or set(deltas) - _PARTS_OF_TRANSCRIPT:
             raise Wrong("events of a transcript that are not its own")
     elif not all(isinstance(one, dict) and "choices" in one for one in said):
         raise Wrong("an event without choices")
+
+
+_PARTS_OF_TRANSCRIPT = {"transcript.text.delta", "transcript.text.segment"}
 
 
 def _events(body: bytes) -> list[tuple[str, bytes]]:

@@ -237,6 +237,18 @@ def test_hostile_files_are_refused_and_harm_nothing(instance: Instance) -> None:
     assert [one.restarts for one in instance.model("whisper").replicas] == restarts
 
 
+def test_a_broken_form_writes_nothing_into_the_log(instance: Instance) -> None:
+    form = b'--b\r\ncontent-disp"osition: form-data; name="model"\r\n\r\nwhisper\r\n--b--\r\n'
+    headers = {"content-type": "multipart/form-data; boundary=b"}
+    refused = httpx.post(
+        f"{instance.url}/v1/audio/transcriptions", content=form, headers=headers, timeout=60
+    )
+    assert refused.status_code == 400
+    later = refused.headers["x-request-id"]
+    instance.until("the request is logged", lambda: later in instance.log)
+    assert "invalid character" not in instance.log
+
+
 def test_what_is_refused_by_name(instance: Instance) -> None:
     for fields, param, words in (
         ({"model": "echo"}, "model", "; it is a language model; models that do: 'whisper'"),

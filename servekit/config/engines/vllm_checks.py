@@ -14,6 +14,8 @@ from servekit.vllm_source import arguments, contract
 
 Place = tuple[str | int, ...]
 _PACKAGE = "vllm"
+#: It refuses requests above this. Source: vllm/sampling_params.py, `SamplingParams._verify_args`.
+MAX_TEMPERATURE = 2
 
 
 def check_options(config: ModelConfig, at: Place) -> Iterator[Problem]:

@@ -182,8 +182,8 @@ def _open_by_library(file: bytes) -> tuple[Header, Iterator[NDArray[Any]]]:
         import soundfile
     except (ImportError, OSError):  # OSError: the package is there, and libsndfile is not
         raise Unsupported(
-            "file: only WAV is read here; other formats need the package soundfile:"
-            " pip install 'servekit[audio]'",
+            "file: only WAV is read here; other formats need the package soundfile in the"
+            " environment of the model's engine: pip install soundfile",
             param="file",
         ) from None
     try:

@@ -48,10 +48,9 @@ def make_quantization_config(
     """Return the library's configuration, or None. Raises LoadError if it cannot be."""
     if not (method := get_method(spec)):
         return None
-    if kind != "generate":
+    if kind not in ("generate", "see"):
         raise LoadError(
-            "options.quantization is for models that write text and read nothing else;"
-            f" {spec.model} is of another kind."
+            f"options.quantization is for models that write text; {spec.model} is of another kind."
         )
     if stated := read_stated_method(folder):
         raise LoadError(

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -19,10 +20,17 @@ from mcp.client.stdio import get_default_environment
 from mcp.shared.message import SessionMessage
 from mcp_types import jsonrpc_message_adapter
 
+from servekit.gateway.auth.api_key import Bucket
 from servekit.protocol.access import McpServer
 from servekit.system.python_command import module_command
 
 MAX_LINE_BYTES = 8 * 2**20
+#: What a server may write to the log at once, and again in each minute, bytes. The gateway writes
+#: to the same pipe: a flood would hold it up, and push its own lines out of the log's files.
+MAX_LOG_BYTES = 2**18
+_PIECE_BYTES = 2**16
+#: Time for the last of its stderr to arrive; a process that it has left may keep that open, s.
+_LAST_ERRORS_S = 0.5
 #: Time that a server has to end after its stdin was closed, before it is killed, s.
 _END_S = 2.0
 
@@ -42,12 +50,15 @@ async def open_stdio(
         *address.command,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
         env={**get_default_environment(), **address.env, **marks},
         cwd=address.cwd or None,
         limit=MAX_LINE_BYTES,
         start_new_session=True,
     )
     assert process.stdin is not None and process.stdout is not None
+    assert process.stderr is not None
+    errors = asyncio.create_task(_copy_errors(process.stderr, address.name))
     into, read = anyio.create_memory_object_stream[SessionMessage | Exception](0)
     write, out = anyio.create_memory_object_stream[SessionMessage](0)
     pumps = (
@@ -63,6 +74,30 @@ async def open_stdio(
         for stream in (into, read, write, out):
             stream.close()
         await _end(process)
+        await asyncio.wait([errors], timeout=_LAST_ERRORS_S)
+        errors.cancel()
+
+
+async def _copy_errors(source: asyncio.StreamReader, name: str) -> None:
+    """Copy a server's stderr to ours, up to MAX_LOG_BYTES; what is more is read and counted."""
+    bucket = Bucket(MAX_LOG_BYTES, time.monotonic())
+    left_out = 0
+    while piece := await source.read(_PIECE_BYTES):
+        now = time.monotonic()
+        if bucket.level(now) < len(piece):
+            left_out += len(piece)
+            continue
+        text = _tell_left_out(left_out, name) + piece
+        bucket.withdraw(len(text), now)
+        os.write(2, text)
+        left_out = 0
+    os.write(2, _tell_left_out(left_out, name))
+
+
+def _tell_left_out(size_bytes: int, name: str) -> bytes:
+    if not size_bytes:
+        return b""
+    return f"\n[{size_bytes} bytes of the stderr of MCP server {name!r} are left out]\n".encode()
 
 
 async def _read_lines(source: asyncio.StreamReader, into: Any) -> None:

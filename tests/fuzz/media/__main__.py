@@ -1,13 +1,15 @@
 """Hostile pictures and sounds to the decoders, and to each API of models that see and hear.
 
     python -m tests.fuzz.media --files 30000 --requests 30000 --seed 1
+    python -m tests.fuzz.media --converted --files 0 --requests 12000 --warm-up 5000
 
 First the files go to the decoders alone, in a process of their own, and then others over HTTP to
-`servekit up` with a LLaVA, a Qwen2-Audio and a Whisper of random weights. Files that refer to
-others name a port and a file that nobody may ask for; with strace installed, every file that a
-process opens and every address that it connects to is looked at. Prints Markdown tables; exit code
-1 if an answer was wrong, as with `tests.fuzz`, a process died or grew, a file took too long, or one
-was opened that was not named.
+`servekit up` with a LLaVA, a Qwen2-Audio and a Whisper of random weights; with --converted a
+Qwen2-VL and a Qwen2-Audio in llama.cpp, and a Whisper in faster-whisper. Files that refer to others
+name a port and a file that nobody may ask for; with strace installed, every file that a process
+opens and every address that it connects to is looked at. Prints Markdown tables; exit code 1 if an
+answer was wrong, as with `tests.fuzz`, a process died or grew, a file took too long, or one was
+opened that was not named.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from tests.fuzz.processes import Usage, Watched
 from tests.fuzz.report import MIB
 from tests.fuzz.run import Fuzz
 from tests.integration.instance import PROGRAM, Instance
-from tests.media_models import write_models
+from tests.media_models import write_converted, write_models
 
 #: One thread for each library: they are many on two cores, and spin.
 THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -58,6 +60,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--files", type=int, default=30_000, help="to the decoders alone")
     parser.add_argument("--requests", type=int, default=30_000, help="over HTTP")
     parser.add_argument("--warm-up", type=int, default=15_000, help="requests before those")
+    parser.add_argument("--converted", action="store_true", help="llamacpp and faster_whisper")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--tasks", type=int, default=4, help="connections at once")
     parser.add_argument("--steady", type=float, default=STEADY, help="growth that is allowed")
@@ -162,7 +165,8 @@ def send_files(wish: argparse.Namespace, folder: Path, bait: Bait) -> list[str]:
     start: dict[str, Any] = {"env": GLIBC | THREADS, "program": (*before, *PROGRAM)}
     run = folder / "up"
     run.mkdir()
-    with Instance.up(run, write_models(folder), **start) as instance:
+    models = write_converted(folder) if wish.converted else write_models(folder)
+    with Instance.up(run, models, **start) as instance:
         status = instance.until_settled(within_s=300)
         host, port = urlsplit(status.url).hostname, urlsplit(status.url).port
         assert host and port

@@ -153,3 +153,19 @@ def test_a_projector_of_another_model() -> None:
     assert "is no projector: it is a model of the architecture 'llama'" in find_fault(MODEL)
     neither = find_fault(whole({"clip.has_vision_encoder": False}))
     assert neither.startswith("reads neither images nor recordings")
+
+
+@pytest.mark.parametrize(("positions", "said"), [(1500, ""), (100, "hears less than 30 s")])
+def test_ears_of_a_shorter_window(positions: int, said: str) -> None:
+    """llama.cpp pads each window to 30 s, and ends its process if that has no position."""
+    ears: dict[str, Any] = {"embedding_length": 16, "feed_forward_length": 16, "block_count": 16}
+    ears |= {"projection_dim": 16, "attention.head_count": 4, "num_mel_bins": 80}
+    stated: dict[str, Any] = {f"clip.audio.{key}": value for key, value in ears.items()}
+    stated |= {"clip.audio.attention.layer_norm_epsilon": 1e-6, "clip.has_audio_encoder": True}
+    shapes: dict[str, tuple[int, ...]] = {
+        f"a.{name}.weight": (16,) for name in ("conv1d.1", "conv1d.2", "post_ln")
+    }
+    shapes |= {"a.post_ln.bias": (16,), "a.position_embd.weight": (16, positions)}
+    stated |= {"clip.projector_type": "qwen2a"}
+    found = find_fault(Header("clip", len(shapes), 1, {}, stated, shapes=shapes))
+    assert found.startswith(said) and bool(found) == bool(said)

@@ -31,6 +31,9 @@ _P = c_void_p
 _TEXT, _IMAGE = 0, 1  # mtmd_input_chunk_type; others are recordings
 #: Bits of a mark that tell the pieces of one image apart.
 _MARK_BITS = 32
+#: Silence follows a shorter recording: libmtmd ends the process for a single sample, and mirrors
+#: the first 200 whether or not they are there. Source: `log_mel_spectrogram` of mtmd-audio.cpp.
+_LEAST_SAMPLES = 400
 
 
 class _Text(ctypes.Structure):
@@ -263,6 +266,8 @@ class Projector:
     def take_recording(self, samples: Array, key: bytes) -> Bitmap:
         """Copy the samples of a recording at `sample_rate`, from -1 to 1."""
         plain = np.ascontiguousarray(samples, np.float32)
+        if len(plain) < _LEAST_SAMPLES:
+            plain = np.pad(plain, (0, _LEAST_SAMPLES - len(plain)))
         made = self._mtmd.call("mtmd_bitmap_init_from_audio", len(plain), plain.ctypes.data)
         return Bitmap(self._mtmd, made, key)
 

