@@ -53,13 +53,13 @@ def main() -> int:
         tiny.mkdir()
         write_tiny_llama(tiny)
         write_large(folder / "large", tiny, args.device)
-        _name_all_tokens(folder / "large")
+        name_all_tokens(folder / "large")
         with _serve_all(folder, args.device) as ports:
             rows = show(list(_measure(ports, args, until_s)))
     return 0 if all(row.ok is not False for row in rows) else 1
 
 
-def _name_all_tokens(folder: Path) -> None:
+def name_all_tokens(folder: Path) -> None:
     """Give each row of the embedding a word: without text, servekit sends no event for a token."""
     file = folder / "tokenizer.json"
     whole = json.loads(file.read_text())

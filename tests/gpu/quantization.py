@@ -3,6 +3,7 @@
 --device cpu          try the script itself, with a small model
 --size 8b             7.0e9 parameters instead of 1.1e9
 --only int8,fp8,int4  some of the methods; `none` is the model as it is
+--images              a Qwen2-VL of 2.2e9 parameters instead, which is asked about images
 
 A Llama with random weights in bfloat16: the memory of its weights beside the
 estimate of `servekit check`, tokens a second of one and of 32 requests, greedy texts beside those
@@ -25,11 +26,14 @@ from msgspec.structs import replace
 
 from servekit.engines.transformers.quantize import make_quantization_config
 from servekit.model_metadata import safetensors, weight_quantization
+from tests.gpu import images
 from tests.gpu.checks import Row
 from tests.gpu.engines import PROMPTS, alike, ask, entry, serving, texts
 from tests.gpu.images import show
+from tests.gpu.images_vllm import name_all_tokens
 from tests.integration.instance import Instance, run
-from tests.unit.engines.harness import byte_level_tokenizer, make_spec
+from tests.unit.engines.harness import byte_level_tokenizer, make_spec, write_tiny_llama
+from tests.unit.engines.transformers.vision.pictures import HISTORY, NONE, ONE, OTHER, Reference
 
 SIZES: dict[str, dict[str, int]] = {
     "cuda": {
@@ -68,13 +72,18 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--size", choices=list(SIZES))
     parser.add_argument("--only", default="")
+    parser.add_argument("--images", action="store_true")
     args = parser.parse_args()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="servekit-gpu-") as made:
         folder = Path(made) / "model"
-        write_model(folder, args.device, SIZES[args.size or args.device])
+        if args.images:
+            write_seeing(folder, Path(made) / "tiny", args.device)
+        else:
+            write_model(folder, args.device, SIZES[args.size or args.device])
+        run_method = measure_images if args.images else measure
         for method in args.only.split(",") if args.only else METHODS[args.device]:
-            rows += show(measure(folder, args.device, method))
+            rows += show(run_method(folder, args.device, method))
     return 0 if all(row.ok is not False for row in rows) else 1
 
 
@@ -159,6 +168,51 @@ def library_texts(folder: Path, device: str, dtype: str, options: dict[str, Any]
     if device == "cuda":
         torch.cuda.empty_cache()
     return told
+
+
+# ---------------------------------------------------------------- images
+
+
+def write_seeing(folder: Path, tiny: Path, device: str) -> None:
+    tiny.mkdir()
+    write_tiny_llama(tiny)
+    images.write_large(folder, tiny, device)
+    name_all_tokens(folder)
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def measure_images(folder: Path, device: str, method: str) -> list[Row]:
+    options = {} if method == "none" else {"quantization": method}
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    spec = replace(make_spec(folder, device=device), options=options)
+    reference = Reference(
+        folder,
+        dtype=getattr(torch, dtype),
+        device_map={"": device},
+        quantization_config=make_quantization_config(folder, spec, "see"),
+    )
+    chats = (ONE, OTHER, HISTORY, NONE)
+    decode = reference.processor.tokenizer.decode
+    due = [decode(reference.ask(one, COMPARED)[1], skip_special_tokens=True) for one in chats]
+    del reference
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    fields: dict[str, Any] = {"dtype": dtype, "options": options}
+    if device == "cuda":
+        fields["memory"] = "20GiB"
+    with serving([entry("m", "transformers", folder, device, **fields)]) as instance:
+        found = [images.ask(instance, "m", one, COMPARED) for one in chats]
+        rows = [compare_memory(instance, folder, method)]
+        told = run("sleep", "m", "--run-dir", str(instance.run_dir))
+        again = [images.ask(instance, "m", one, COMPARED) for one in chats]
+    cut = ([text.rstrip(images.REPLACEMENT) for text in texts] for texts in (found, due))
+    same = alike(*cut)
+    exact = same.startswith(f"{len(due)} of") if dtype == "float32" else None
+    rows.append(Row(f"{method}: {COMPARED} tokens about images as the library", same, exact))
+    slept = told.stdout.strip() or told.stderr.strip()
+    rows.append(Row(f"{method}: after a sleep", slept, again == found and not told.returncode))
+    return rows
 
 
 if __name__ == "__main__":

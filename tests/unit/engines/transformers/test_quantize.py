@@ -18,7 +18,6 @@ from servekit.model_metadata import safetensors, weight_quantization
 from servekit.protocol.adapters import AdapterSpec
 from tests.unit.engines.harness import CORPUS, Harness, Seeing, make_spec, write_tiny_llama
 from tests.unit.engines.seeing_model import (
-    LIBRARY,
     write_gemma3,
     write_qwen2_vl,
     write_seeing_model,
@@ -109,15 +108,10 @@ def test_a_stored_method_without_its_package_is_named(folder: Path, tmp_path: Pa
         weights.load_model(tmp_path, make_spec(tmp_path), None, lambda progress: None)
 
 
-def write_quantised_reference(folder: Path) -> Reference:
-    """The library's own model with the same quantisation."""
-    found = Reference(folder)
+def load_quantised_reference(folder: Path) -> Reference:
+    """Load the library's own model with the same quantisation."""
     config = make_quantization_config(folder, make_spec(folder, options=INT8), "see")
-    made = LIBRARY.AutoModelForMultimodalLM.from_pretrained(
-        folder, dtype=torch.float32, quantization_config=config
-    )
-    found.model = made.eval()
-    return found
+    return Reference(folder, quantization_config=config)
 
 
 @pytest.mark.parametrize("write", [write_seeing_model, write_qwen2_vl, write_gemma3])
@@ -125,7 +119,7 @@ def test_a_model_with_eyes_says_what_the_library_does(
     write: Any, folder: Path, tmp_path: Path
 ) -> None:
     made = write(tmp_path / "seeing", folder)
-    reference = write_quantised_reference(made)
+    reference = load_quantised_reference(made)
     conversations = (ONE, HISTORY, NONE)
     due = [reference.ask(messages, TOKENS)[1] for messages in conversations]
     engine = Seeing(make_spec(made, options=INT8))

@@ -51,9 +51,11 @@ NONE = [say("user", "What is this?")]
 class Reference:
     """Plain transformers: the model, and the processor that servekit loads."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **loading: Any) -> None:
+        """Load the model in float32 on the CPU, if `loading` does not say otherwise."""
         self.processor: Any = load_processor(folder, make_spec(folder))
-        made = LIBRARY.AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32)
+        known = {"dtype": torch.float32} | loading
+        made = LIBRARY.AutoModelForMultimodalLM.from_pretrained(folder, **known)
         self.model = made.eval()
         self._answers: dict[Any, tuple[list[int], list[int]]] = {}
 
@@ -74,7 +76,7 @@ class Reference:
             add_generation_prompt=True,
             return_dict=True,
             return_tensors="pt",
-        )
+        ).to(self.model.device)
         whole = self.model.generate(
             **asked, max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0
         )[0].tolist()
