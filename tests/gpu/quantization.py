@@ -24,6 +24,7 @@ import torch
 import transformers
 from msgspec.structs import replace
 
+from servekit.engines.text.tokenizer import REPLACEMENT
 from servekit.engines.transformers.quantize import make_quantization_config
 from servekit.model_metadata import safetensors, weight_quantization
 from tests.gpu import images
@@ -206,7 +207,7 @@ def measure_images(folder: Path, device: str, method: str) -> list[Row]:
         rows = [compare_memory(instance, folder, method)]
         told = run("sleep", "m", "--run-dir", str(instance.run_dir))
         again = [images.ask(instance, "m", one, COMPARED) for one in chats]
-    cut = ([text.rstrip(images.REPLACEMENT) for text in texts] for texts in (found, due))
+    cut = ([text.rstrip(REPLACEMENT) for text in texts] for texts in (found, due))
     same = alike(*cut)
     exact = same.startswith(f"{len(due)} of") if dtype == "float32" else None
     rows.append(Row(f"{method}: {COMPARED} tokens about images as the library", same, exact))
