@@ -122,7 +122,7 @@ def chat(browser: Browser, url: str) -> Iterator[Chat]:
 
 def test_a_call_is_shown_allowed_made_kept_and_exported(chat: Chat, url: str) -> None:
     chat.turn_on("odd")
-    expect(chat[".sk-server summary"]).to_have_text("odd · 10 tools")
+    expect(chat[".sk-server summary"]).to_have_text("odd · 11 tools")
     expect(chat["#sk-mcp .label-wrap"]).to_contain_text("Tools (1)")
     text = write_call("add", a=1, b=2)
     chat.ask(text)
@@ -243,7 +243,7 @@ def test_only_keys_with_tools_are_offered_them_and_only_admins_name_servers(
         user.turn_on(address)
         expect(user["#sk-offered [role=alert]"]).to_contain_text("admin: true")
         admin.turn_on(address)
-        expect(admin[".sk-server summary"]).to_have_text(f"{address} · 10 tools")
+        expect(admin[".sk-server summary"]).to_have_text(f"{address} · 11 tools")
         admin.ask(write_call("add", a=2, b=2))
         admin.press("Allow")
         admin.until_ended()
