@@ -170,6 +170,7 @@ def test_a_transcript_outlives_its_worker(instance: Instance) -> None:
 
 def test_samples_do_not_go_on_as_others(instance: Instance) -> None:
     """A client would get text of two recordings' worth of chance."""
+    poll("what others asked is no longer seen", lambda: not list_running(instance))
     coming = stream(instance, LONGEST, temperature="1")
     begun = next(coming)
     (busy,) = poll("it is seen to run", lambda: list_running(instance))
