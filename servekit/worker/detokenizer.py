@@ -39,6 +39,11 @@ class StopScanner:
         self._held = text[-keep:]
         return text[:-keep], False
 
+    def would_stop(self, text: str) -> bool:
+        """Return whether `push(text)` would find a stop string; nothing is pushed."""
+        text = self._held + text
+        return any(stop in text for stop in self._stops)
+
     def _cut_text(self, text: str) -> str:
         """Return the text up to the stop string that begins first."""
         at, self.found = min((text.find(stop), stop) for stop in self._stops if stop in text)
@@ -111,11 +116,17 @@ class TextStream:
         """Push tokens one by one, as if each came alone; also return how many there are up to a
         stop string, the one that completes it included.
         """
-        if not self._stops or len(token_ids) < 2:
-            return self.push(token_ids), len(token_ids)
+        count = len(token_ids)
+        if not self._stops or count < 2:
+            return self.push(token_ids), count
+        decode = self.decode
+        pieces = [decode([token]) for token in token_ids]
+        text = "".join(pieces)
+        if not self._scanner.would_stop(text):
+            return self._scan_text(text), count
         text, count = "", 0
-        for token in token_ids:
-            text += self._scan_text(self.decode([token]))
+        for piece in pieces:
+            text += self._scan_text(piece)
             count += 1
             if self.stopped:
                 break

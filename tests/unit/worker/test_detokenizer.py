@@ -115,6 +115,26 @@ def test_a_continuation_says_exactly_what_was_missing(
     assert sent + rest + run(second, ids[at:]) == whole
 
 
+@given(tokens, stops, cuts)
+def test_tokens_of_a_step_end_where_they_would_have_ended_alone(
+    ids: list[int], stop: list[str], sizes: list[int]
+) -> None:
+    alone, count, expected = TextStream(Letters(), stop), 0, ""
+    while count < len(ids) and not alone.stopped:
+        expected += alone.push([ids[count]])
+        count += 1
+
+    stream, taken, text, rest = TextStream(Letters(), stop), 0, "", ids
+    for size in [*sizes, len(ids)]:
+        step, rest = rest[:size], rest[size:]
+        told, used = stream.push_until_stop(step)
+        text, taken = text + told, taken + used
+        if stream.stopped:
+            break
+    assert (text, taken, stream.found_stop) == (expected, count, alone.found_stop)
+    assert stream.stopped == alone.stopped
+
+
 def test_nothing_follows_a_stop_string_that_has_been_found() -> None:
     """As when the tokens of a request that goes on elsewhere already hold it."""
     stream = TextStream(Letters(), ["bc"])
