@@ -34,8 +34,8 @@ class Question(msgspec.Struct, frozen=True):
 class Offline:
     """The process; entered, it has loaded."""
 
-    def __init__(self, arguments: dict[str, Any], log: Path) -> None:
-        """`arguments` are `vllm.LLM`'s."""
+    def __init__(self, arguments: dict[str, Any], log: Path, gpu: int | None = None) -> None:
+        """`arguments` are `vllm.LLM`'s; with `gpu`, it sees this GPU only."""
         command = [sys.executable, "-m", "tests.bench.offline"]
         self._log = log
         with log.open("wb") as output:
@@ -45,6 +45,7 @@ class Offline:
                 stdout=subprocess.PIPE,
                 stderr=output,
                 text=True,
+                env=os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}),
                 start_new_session=True,
             )
 
