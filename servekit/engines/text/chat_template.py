@@ -28,6 +28,8 @@ _OPEN = {"documents"}
 _TAKEN = {"messages", "raise_exception", "strftime_now", "self", "loop"}
 #: Longest part of a template's error message that is quoted.
 _MAX_WORDS = 300
+#: Most checks of attributes that are remembered: a request may name some.
+_MOST_CHECKS = 1000
 _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
 #: Text around the tool definitions if the template has no place for them.
 _TOOLS = "You can call these functions, each given as JSON:"
@@ -185,7 +187,9 @@ class ChatTemplate:
             return None
         library = sys.modules.get("transformers.utils.chat_template_utils")
         try:
-            compiled = library._compile_jinja_template(self._tokenizer.get_chat_template())  # type: ignore[union-attr]
+            source = self._tokenizer.get_chat_template()
+            library_s = library._compile_jinja_template(source)  # type: ignore[union-attr]
+            compiled = _remember_checks(library_s.environment).from_string(source)
             make_context = compiled.environment.context_class
             fixed = {**compiled.globals, "tools": None, "documents": None}
             # transformers 5.23 began to copy what a template sees
@@ -339,6 +343,27 @@ class ChatTemplate:
             if SENTINEL in turn and '\\"' not in turn:  # not quoted twice
                 return form
         return _Form()
+
+
+def _remember_checks(environment: Any) -> Any:
+    """Return a sandboxed jinja2 environment that remembers which attributes are safe to read.
+
+    jinja2 decides that at each access, which takes up to half of a template's time, by the type of
+    the object and the name of the attribute.
+    """
+    remembering = environment.overlay()
+    decide, known = remembering.is_safe_attribute, dict[tuple[type, str], bool]()
+
+    def is_safe_attribute(obj: Any, attr: str, value: Any) -> bool:
+        safe = known.get((type(obj), attr))
+        if safe is None:
+            safe = decide(obj, attr, value)
+            if len(known) < _MOST_CHECKS:
+                known[type(obj), attr] = safe
+        return safe
+
+    remembering.is_safe_attribute = is_safe_attribute
+    return remembering
 
 
 def _outcome(render: Callable[..., str], turns: list[dict[str, Any]]) -> str:

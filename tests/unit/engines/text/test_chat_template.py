@@ -238,6 +238,28 @@ def test_plain_turns_are_rendered_as_by_the_library(path: Path) -> None:
     assert ours._render_plain is not None, "it has the shorter way"
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "messages.append(1)",
+        "messages[0].clear()",
+        "messages.__class__.__mro__",
+        "cycler.__init__.__globals__",
+        "raise_exception.__code__.co_name",
+        "(messages|map('upper')).gi_frame.f_globals",
+    ],
+)
+def test_a_template_reads_no_internals_however_often_it_asks(wrong: str) -> None:
+    chat: Any = template("{% if messages[1] %}{{ " + wrong + " }}{% endif %}hello")
+    assert chat.render([ChatMessage("user", "hi")]) == "hello"
+    assert chat._render_plain is not None, "it has the shorter way"
+    for _ in range(3):
+        with pytest.raises(RequestError):
+            chat.render([ChatMessage("user", "hi"), ChatMessage("user", "there")])
+        with pytest.raises(Exception, match=r"unsafe|undefined|safe"):
+            chat._render_plain([{"role": "user", "content": "hi"}] * 2)
+
+
 def test_a_shorter_way_that_gives_another_text_is_not_taken() -> None:
     tokenizer: Any = byte_level_tokenizer()
     tokenizer.chat_template = "{{ messages[-1]['content'] }}"
