@@ -10,7 +10,8 @@ one token is answered at once. SmolLM2's tokenizer, which a start of configs/dem
 the cache. CPU is servekit's supervisor, gateway and worker without the engine's own steps, and
 vllm-rs without its engine core. `bare` only writes. No prompt comes twice, unless it says so.
 
---wrk  a binary of wrk, to ask for requests, too
+--wrk       a binary of wrk, to ask for requests, too
+--guidellm  the command of a guidellm, to ask for streams, too
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ CONNECTIONS = 64
 VARIED = 512
 #: It stands for the number of a request.
 NUMBER = "########"
-KINDS = ("requests", "varied", "long", "first", "wrk", "tokens", "idle")
+#: guidellm's names of them.
+GUIDELLM_TIMES = {"first token": "time_to_first_token_ms", "gap": "inter_token_latency_ms"}
+KINDS = ("requests", "varied", "long", "first", "wrk", "guidellm", "tokens", "idle")
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,11 +234,10 @@ def ratio(row: Row, name: str) -> str:
 class Contest:
     """All measurements, each of all servers by turns."""
 
-    def __init__(
-        self, found: dict[str, Server], words: Sequence[str], options: argparse.Namespace
-    ) -> None:
+    def __init__(self, found: dict[str, Server], model: Path, options: argparse.Namespace) -> None:
         self._found = found
-        self._texts = Texts(words)
+        self._model = model
+        self._texts = Texts(list(read_words(model)))
         self._options = options
         self._seconds: float = options.seconds
         self._calm: float = options.calm_within
@@ -382,6 +384,22 @@ class Contest:
                 self._add(f"wrk: CPU of a {kind}, {VARIED} texts", "µs", name, us)
                 self._add(f"… wrk: requests/s, {kind}", "", name, rate)
 
+    def _guidellm(self) -> None:
+        if self._options.guidellm is None:
+            return
+        for name, server in self._turns():
+            before = server.front_s()
+            metrics = ask_with_guidellm(self._options.guidellm, server.port, self._model)
+            front_s = server.front_s() - before
+            tokens = metrics["output_token_count"]["successful"]["total_sum"]
+            self._add("guidellm: CPU of a chat token", "µs", name, 1e6 * front_s / tokens)
+            rate = metrics["requests_per_second"]["successful"]["mean"]
+            self._add("… guidellm: requests/s", "", name, rate)
+            for what, key in GUIDELLM_TIMES.items():
+                times = metrics[key]["successful"]["percentiles"]
+                for share in ("p50", "p99"):
+                    self._add(f"guidellm: {what}, {share}", "ms", name, times[share])
+
 
 _WRK = """
 local bodies = {}
@@ -418,6 +436,29 @@ def ask_with_wrk(
     return int(found[1]), int(found[1]) / (int(found[2]) / 1e6)
 
 
+def ask_with_guidellm(command: str, port: int, model: Path) -> dict[str, Any]:
+    """Return guidellm's metrics of streamed chats. Raises Unexpected unless all have succeeded."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.json")
+        options = {
+            "backend": f"kind=openai_http,target=http://127.0.0.1:{port},model=m",
+            "tokenizer": f"kind=huggingface_auto,model={model}",
+            "data": f"kind=synthetic_text,prompt_tokens={PROMPT},output_tokens=64",
+            "profile": f"kind=concurrent,streams={CONNECTIONS}",
+            "constraint": f"kind=max_requests,count={5 * CONNECTIONS}",
+            "output": f"kind=json,path={report}",
+        }
+        told = [word for name, value in options.items() for word in (f"--{name}", value)]
+        asked = [command, "run", "--disable-console", *told]
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=300, check=False)
+        if done.returncode:
+            raise Unexpected(done.stdout[-2000:] + done.stderr[-2000:])
+        metrics: dict[str, Any] = json.loads(report.read_text())["benchmarks"][0]["metrics"]
+    if metrics["request_totals"]["successful"] < 5 * CONNECTIONS:
+        raise Unexpected(str(metrics["request_totals"]))
+    return metrics
+
+
 def _check_peer(binary: Path, python: str) -> None:
     if not os.access(binary, os.X_OK):
         sys.exit(f"{binary} is no program; it is vllm/vllm-rs of vLLM's wheel (chmod +x)")
@@ -436,6 +477,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--python", default=sys.executable, help="one that has pyzmq")
     parser.add_argument("--hold", action="store_true", help="wait for another load generator")
     parser.add_argument("--wrk", type=Path, default=shutil.which("wrk"))
+    parser.add_argument("--guidellm", default=shutil.which("guidellm"))
     parser.add_argument("--only", choices=KINDS, nargs="+", default=KINDS)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 64, 256, 1000, 2000])
     parser.add_argument("--at-once", type=int, nargs="+", default=[64, 256, 1000])
@@ -461,7 +503,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             sys.stdout.flush()
             signal.pause()
-        contest = Contest(found, list(read_words(Path(folder) / "model")), options)
+        contest = Contest(found, Path(folder) / "model", options)
         contest.run()
     print("\n".join(contest.table.lines()))
     print(f"\n{options.rounds} rounds of {options.seconds:g} s; {conditions()}")
