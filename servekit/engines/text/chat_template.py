@@ -188,8 +188,8 @@ class ChatTemplate:
         library = sys.modules.get("transformers.utils.chat_template_utils")
         try:
             source = self._tokenizer.get_chat_template()
-            library_s = library._compile_jinja_template(source)  # type: ignore[union-attr]
-            compiled = _remember_checks(library_s.environment).from_string(source)
+            environment = library._compile_jinja_template(source).environment  # type: ignore[union-attr]
+            compiled = _remember_checks(environment).from_string(source)
             make_context = compiled.environment.context_class
             fixed = {**compiled.globals, "tools": None, "documents": None}
             # transformers 5.23 began to copy what a template sees
