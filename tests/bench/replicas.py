@@ -30,7 +30,16 @@ from tests.bench.crowd import Order, Round, ask
 from tests.bench.figures import conditions
 from tests.bench.offline import Offline
 from tests.bench.table import Figure, markdown, spread
-from tests.bench.vllm import KV_BYTES, PATHS, SLOTS, STEP_TOKENS, Load, Turn, vocabulary
+from tests.bench.vllm import (
+    KV_BYTES,
+    PATHS,
+    SLOTS,
+    STEP_TOKENS,
+    Load,
+    Turn,
+    make_arguments,
+    vocabulary,
+)
 from tests.integration.instance import Instance
 
 AIM = 0.97
@@ -72,7 +81,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
         if options.offline:
             assert model is not None
-            begun = [_offline(model, Path(folder), gpu) for gpu in range(max(counts))]
+            begun = [
+                Offline(make_arguments(model, SHARE), Path(folder) / f"offline-{gpu}.log", gpu)
+                for gpu in range(max(counts))
+            ]
             processes = [stack.enter_context(one) for one in begun]
             theirs = _generating(processes, load, options.streams)
             rounds["LLM.generate"] = theirs, {count: [] for count in counts}
@@ -108,13 +120,6 @@ def _entry(engine: str, model: Path | None, count: int) -> dict[str, Any]:
         options |= {"kv_cache_bytes": KV_BYTES}
     place = {"device": "cuda", "gpus": list(range(count)), "memory": f"{SHARE:.0%}"}
     return known | {"path": str(model), "options": options} | place
-
-
-def _offline(model: Path, folder: Path, gpu: int) -> Offline:
-    arguments = {"model": str(model), "gpu_memory_utilization": SHARE}
-    arguments |= {"kv_cache_memory_bytes": KV_BYTES, "max_num_seqs": SLOTS}
-    arguments |= {"max_num_batched_tokens": STEP_TOKENS}
-    return Offline(arguments, folder / f"offline-{gpu}.log", gpu)
 
 
 def _streaming(port: int, load: Load, streams: int) -> Turn:

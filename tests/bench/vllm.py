@@ -190,6 +190,17 @@ def model_entry(engine: str, model: Path, share: float = SHARE) -> dict[str, Any
     return {"name": "m", "engine": engine, "path": str(model), "options": options} | place
 
 
+def make_arguments(model: Path, share: float = SHARE) -> dict[str, Any]:
+    """Those of `vllm.LLM` that are like the options of `model_entry`."""
+    return {
+        "model": str(model),
+        "gpu_memory_utilization": share,
+        "kv_cache_memory_bytes": KV_BYTES,
+        "max_num_seqs": SLOTS,
+        "max_num_batched_tokens": STEP_TOKENS,
+    }
+
+
 @contextlib.contextmanager
 def contestants(options: argparse.Namespace, model: Path, load: Load) -> Iterator[dict[str, Turn]]:
     """All of them, ready, by name. The first to load fills vLLM's cache of compiled kernels."""
@@ -199,9 +210,7 @@ def contestants(options: argparse.Namespace, model: Path, load: Load) -> Iterato
         own = options.engine == "vllm"
         if own:
             _say("starting LLM.generate")
-            arguments = {"model": str(model), "gpu_memory_utilization": SHARE}
-            arguments |= {"kv_cache_memory_bytes": KV_BYTES, "max_num_seqs": SLOTS}
-            arguments |= {"max_num_batched_tokens": STEP_TOKENS}
+            arguments = make_arguments(model)
             offline = stack.enter_context(Offline(arguments, folder / "offline.log"))
             turns["generate"] = _generating(offline, load)
             tokenizer = AutoTokenizer.from_pretrained(model)
