@@ -5,7 +5,7 @@ from __future__ import annotations
 
 def main() -> None:
     """Run the command line."""
-    from servekit.system.lean_start import collect_less
+    from servekit.system.python.lean_start import collect_less
 
     collect_less()
     from servekit.cli.main import app

@@ -30,10 +30,16 @@ STYLE = ("tests/unit/test_style.py",)
 #: Tests which import torch themselves, or what needs it.
 OF_TORCH = (
     *("tests/unit/engines", "tests/unit/docs", "tests/unit/test_plugin.py"),
-    *("tests/unit/diagnostics/cuda_trace/test_trace.py", "tests/unit/system/test_import_guard.py"),
+    *(
+        "tests/unit/diagnostics/cuda_trace/test_trace.py",
+        "tests/unit/system/python/test_import_guard.py",
+    ),
     "tests/unit/gateway/generation/test_generation.py",
-    "tests/unit/gateway/tool_parsing/test_tool_grammar.py",
-    *("tests/unit/worker/test_calling.py", "tests/unit/worker/test_request_preparation.py"),
+    "tests/unit/gateway/tool_parsing/grammars/test_tool_grammar.py",
+    *(
+        "tests/unit/worker/test_calling.py",
+        "tests/unit/worker/preparation/test_request_preparation.py",
+    ),
 )
 NEED_TORCH = ("torch", "accelerate", "peft")
 DEMO = ("tests/integration/test_demo.py", "--lanes", "models")

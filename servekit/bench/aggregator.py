@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from servekit.bench.client.client_protocol import Ended, Record, Report
 from servekit.bench.client_saturation import Clients, saturation_limits
+from servekit.bench.output.result import ClientFigures, Failure, Goodput, Run, Second, Spread
 from servekit.bench.percentiles import Histogram, Sample
-from servekit.bench.result import ClientFigures, Failure, Goodput, Run, Second, Spread
 from servekit.bench.slo import is_good
 from servekit.bench.timing import Timing, tokens_in_time, tokens_of
 

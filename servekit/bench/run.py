@@ -19,10 +19,10 @@ from servekit.bench.aggregator import Machine, Tally
 from servekit.bench.client.client_protocol import Asking
 from servekit.bench.client.clients import Clients
 from servekit.bench.options import Load, Options
-from servekit.bench.result import VERSION, Result, Run
+from servekit.bench.output.result import VERSION, Result, Run
 
 if TYPE_CHECKING:
-    from servekit.bench.live_display import Display
+    from servekit.bench.output.live_display import Display
 
 _LOOK_EVERY_S = 0.1
 _HERE = {"127.0.0.1", "::1", "localhost"}

@@ -92,6 +92,6 @@ def ls(
 
         sys.stdout.write(f"{json.dumps(as_builtins(answer.adapters), indent=2)}\n")
         return
-    from servekit.cli.tables import adapter_table, print_tables
+    from servekit.cli.display.tables import adapter_table, print_tables
 
     print_tables(adapter_table(answer.adapters))

@@ -23,7 +23,7 @@ from servekit.errors import ConfigError, StartError
 
 if TYPE_CHECKING:
     from servekit.bench.options import Options
-    from servekit.bench.result import Result
+    from servekit.bench.output.result import Result
 
 
 # ---------------------------------------------------------------- options: the load
@@ -188,14 +188,14 @@ def bench(
 def _print_schema() -> None:
     import json
 
-    from servekit.bench.result import result_schema
+    from servekit.bench.output.result import result_schema
 
     sys.stdout.write(f"{json.dumps(result_schema(), indent=2)}\n")
 
 
 def _check_outputs(json_file: Path | None, plot: Path | None) -> None:
     """Check the output paths before the measurement, not after it."""
-    from servekit.bench.plot import check_plot
+    from servekit.bench.output.plot import check_plot
 
     for option, path in (("--json", json_file), ("--plot", plot)):
         if path is None or str(path) == "-":
@@ -220,9 +220,9 @@ def _find_running_url(run_dir: Path | None) -> str:
 
 
 def _run_benchmark(options: "Options") -> "Result":
-    from servekit.bench.live_display import watch_load
+    from servekit.bench.output.live_display import watch_load
     from servekit.bench.run import run_benchmark
-    from servekit.system import python_command
+    from servekit.system.python import python_command
 
     return run_benchmark(
         options, python_command.module_command("servekit.bench"), os.environ, watch_load
@@ -237,14 +237,14 @@ def _report_result(result: "Result", json_file: Path | None, plot: Path | None) 
     if str(json_file) == "-":
         sys.stdout.write(f"{text}\n")
     else:
-        from servekit.bench.report import result_tables
-        from servekit.cli.tables import print_tables
+        from servekit.bench.output.report import result_tables
+        from servekit.cli.display.tables import print_tables
 
         print_tables(*result_tables(result))
         if json_file is not None:
             _write_file(json_file, f"{text}\n")
     if plot is not None:
-        from servekit.bench.plot import draw_plot
+        from servekit.bench.output.plot import draw_plot
 
         draw_plot(result, plot)
     return 0 if any(run.completed for run in result.runs) else 1

@@ -13,7 +13,7 @@ from servekit.cli.up.command import ConfigFile
 from servekit.errors import ConfigError, StartError, did_you_mean
 
 if TYPE_CHECKING:
-    from servekit.config.access import KeyConfig
+    from servekit.config.sections.access import KeyConfig
 
 _LIMITS = {
     "requests_per_minute": "requests/min",
@@ -52,8 +52,8 @@ def ls(
         shown = [key.model_dump(mode="json", exclude={"hash"}) for key in keys]
         sys.stdout.write(json.dumps(shown, indent=2) + "\n")
         return
-    from servekit.cli.responsive_table import Fitted
-    from servekit.cli.tables import new_table, print_tables
+    from servekit.cli.display.responsive_table import Fitted
+    from servekit.cli.display.tables import new_table, print_tables
 
     table = new_table("KEY", "RIGHTS", "MODELS", "LIMITS")
     for key in keys:

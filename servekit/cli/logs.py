@@ -71,7 +71,7 @@ def logs(
 
     The supervisor's own log goes to stderr of `servekit up`.
     """
-    from servekit.cli.process_events import Follower
+    from servekit.cli.display.process_events import Follower
 
     folder = instance_lookup.find_run_dir(run_dir)
     if name and worker and name != worker:
@@ -113,7 +113,7 @@ def _resolve_alias(folder: Path, worker: str) -> str:
 
 
 def _check_names(folder: Path, worker: str, *, follow: bool) -> None:
-    from servekit.cli import process_events
+    from servekit.cli.display import process_events
     from servekit.log_files import find_log_files, is_of
 
     names = list(find_log_files(folder))
@@ -143,7 +143,7 @@ def _check_known(folder: Path, worker: str) -> None:
 
 def _last_lines(folder: Path, worker: str, most: int) -> "Iterable[LogLine]":
     """Return the last lines of all processes together, by their times."""
-    from servekit.cli import process_events
+    from servekit.cli.display import process_events
     from servekit.log_files import find_log_files, is_of, last_lines
 
     each = [
@@ -199,7 +199,7 @@ def format_line(line: "LogLine") -> "Text":
     """Format a line with its process's name; servekit's own log lines look as in `servekit up`."""
     from rich.text import Text
 
-    from servekit.cli.startup_display import read_line
+    from servekit.cli.display.startup_display import read_line
     from servekit.log_events import sentence
     from servekit.log_files import timestamp_of
     from servekit.sanitize import strip_controls

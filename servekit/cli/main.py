@@ -27,8 +27,8 @@ from servekit.cli import (
     usage,
 )
 from servekit.cli.chat import command as chat
+from servekit.cli.display.help_format import Command, make_app
 from servekit.cli.engine import command as environments
-from servekit.cli.help_format import Command, make_app
 from servekit.cli.init import command as init
 from servekit.cli.instance_lookup import RunDirectory
 from servekit.cli.model_files import command as model_files
@@ -95,7 +95,7 @@ def check(
     import os
     from dataclasses import replace
 
-    from servekit.cli.tables import plan_tables, print_tables
+    from servekit.cli.display.tables import plan_tables, print_tables
     from servekit.cli.up.sources import ModelOptions, find_source
     from servekit.config.engines.installed import Machine
     from servekit.config.load import error_at, suggest_engines
@@ -160,8 +160,8 @@ def ps(
 
         print(json.dumps(as_builtins(status), indent=2))
         return
-    from servekit.cli.startup_timings import timing_tables
-    from servekit.cli.tables import print_tables, status_tables
+    from servekit.cli.display.startup_timings import timing_tables
+    from servekit.cli.display.tables import print_tables, status_tables
 
     print_tables(*(timing_tables(status) if timings else status_tables(status)))
     if run_dir is None:
@@ -196,7 +196,7 @@ def why(
 
         print(json.dumps(as_builtins(answer), indent=2))
         return
-    from servekit.cli.tables import print_tables
+    from servekit.cli.display.tables import print_tables
     from servekit.cli.why import why_tables
 
     print_tables(*why_tables(answer), *events.earlier_exits(folder, name, answer.model))
@@ -415,7 +415,7 @@ def _ask_supervisor(
     run_dir: Path, question: "ToSupervisor", kind: type[A], timeout_s: float = 10.0
 ) -> A:
     """Return the answer of the instance in `run_dir`, which must be of this kind."""
-    from servekit.system.lean_start import import_structlog
+    from servekit.system.python.lean_start import import_structlog
 
     import_structlog()
     return instance_lookup.ask_instance(run_dir, question, kind, timeout_s)

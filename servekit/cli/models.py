@@ -114,7 +114,7 @@ async def _read_model(run_dir: Path, model: str) -> "ModelStatus | None":
 
 def _describe_progress(found: "ModelStatus | None") -> str:
     """Return the model's tier, with the progress of its load or the reason of its wait."""
-    from servekit.cli.tables import progress_text
+    from servekit.cli.display.tables import progress_text
     from servekit.protocol.residency import tier_text
 
     if found is None or found.residence is None:
@@ -137,7 +137,7 @@ def profile(
     no_wait: NoWait = False,
 ) -> None:
     """Switch to the models of a profile: the others are unloaded once their requests are done."""
-    from servekit.cli.tables import print_tables
+    from servekit.cli.display.tables import print_tables
     from servekit.protocol.messages import Accepted, SetProfile
 
     path = instance_lookup.find_instance(run_dir)
@@ -148,7 +148,7 @@ def profile(
     typer.echo(ask_instance(path, SetProfile(name), Accepted, _SWITCH_S).message)
     if no_wait:
         return
-    from servekit.cli.startup_display import is_start_over
+    from servekit.cli.display.startup_display import is_start_over
 
     status = instance_lookup.read_status(path)
     while any(model.changing for model in status.models) or not is_start_over(status):
@@ -168,7 +168,7 @@ def profile(
 def _list_profiles(status: "Status") -> "Table":
     from rich.text import Text
 
-    from servekit.cli.tables import new_table
+    from servekit.cli.display.tables import new_table
     from servekit.config.schema import ALL_MODELS
 
     table = new_table("PROFILE", "IN FORCE", "MODELS")

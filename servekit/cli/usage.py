@@ -84,8 +84,8 @@ def _harmless(row: tuple[object, ...]) -> list[object]:
 def _print_table(rows: "list[Usage]") -> None:
     from rich.text import Text
 
-    from servekit.cli.responsive_table import Fitted
-    from servekit.cli.tables import new_table, print_tables
+    from servekit.cli.display.responsive_table import Fitted
+    from servekit.cli.display.tables import new_table, print_tables
 
     table = new_table("PERIOD", "KEY", "MODEL", "REQUESTS", "PROMPT", "CACHED", "OUTPUT", "TOKENS")
     for row in rows:

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from servekit.cli.startup_timings import how_far
-from servekit.cli.tables import format_size, state_text
+from servekit.cli.display.startup_timings import how_far
+from servekit.cli.display.tables import format_size, state_text
 from servekit.protocol.adapters import AdapterStatus
 from servekit.protocol.messages import ReplicaHistory, Why
 from servekit.protocol.residency import ResidencyStatus, tier_text
@@ -163,7 +163,7 @@ def _death(exit_: ExitRecord, *, lines: int) -> Iterator[Text]:
 
 def _format_output_line(line: str) -> Iterator[str]:
     """Format a line of servekit's own logging as `servekit logs` does; yield others unchanged."""
-    from servekit.cli.startup_display import read_line
+    from servekit.cli.display.startup_display import read_line
     from servekit.log_events import sentence
 
     _, event, fields = read_line(line)

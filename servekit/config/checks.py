@@ -12,8 +12,6 @@ from typing import Any
 
 from servekit.config import keys as api_keys
 from servekit.config import paths
-from servekit.config.access import KeyConfig
-from servekit.config.chat_template import read_template
 from servekit.config.engines import (
     environments,
     plugins,
@@ -26,8 +24,6 @@ from servekit.config.engines.installed import Machine, find_module, install_comm
 from servekit.config.engines.options import KINDS, EngineKind
 from servekit.config.engines.path_options import list_paths
 from servekit.config.error_reporting import Problem, dotted_path, missing_key, shorten_text
-from servekit.config.mcp import McpServerConfig
-from servekit.config.scale import ReplicaRange
 from servekit.config.schema import (
     AdapterConfig,
     Config,
@@ -35,6 +31,10 @@ from servekit.config.schema import (
     SamplingDefaults,
     names_of,
 )
+from servekit.config.sections.access import KeyConfig
+from servekit.config.sections.chat_template import read_template
+from servekit.config.sections.mcp import McpServerConfig
+from servekit.config.sections.scale import ReplicaRange
 from servekit.config.yaml.nodes import Node, find_node, plain_value
 
 Place = tuple[str | int, ...]

@@ -18,8 +18,8 @@ from servekit.config import foreign_keys
 from servekit.config.base_model import Section, read_field_docs
 from servekit.config.engines import plugins
 from servekit.config.engines.options import ENGINE_OPTIONS
-from servekit.config.scale import BRANCHES
 from servekit.config.schema import Config
+from servekit.config.sections.scale import BRANCHES
 from servekit.config.yaml.nodes import Loc, Node, find_node, format_place
 from servekit.errors import ConfigError
 

@@ -24,8 +24,6 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from servekit.config import checks, paths, shorthands
-from servekit.config.access import KeyConfig, TlsConfig
-from servekit.config.chat_template import read_template
 from servekit.config.engines import environments, plugins, requirements, speculative_checks
 from servekit.config.engines.environments import Environment
 from servekit.config.engines.installed import Machine
@@ -34,8 +32,10 @@ from servekit.config.engines.path_options import resolve_options
 from servekit.config.engines.selection import EngineChoice, choose_engine
 from servekit.config.error_reporting import Problem, config_error, explain_errors, explain_mapping
 from servekit.config.json_schema import json_schema
-from servekit.config.mcp import McpServerConfig
 from servekit.config.schema import AdapterConfig, Config, ModelConfig, Section
+from servekit.config.sections.access import KeyConfig, TlsConfig
+from servekit.config.sections.chat_template import read_template
+from servekit.config.sections.mcp import McpServerConfig
 from servekit.config.yaml.file_reader import read_document
 from servekit.config.yaml.nodes import Loc, Node, find_node, plain_value
 from servekit.errors import ConfigError

@@ -16,7 +16,10 @@ from pydantic import AfterValidator, Field, WithJsonSchema, field_validator, mod
 from pydantic_core import PydanticKnownError
 
 from servekit.config import memory
-from servekit.config.access import (
+from servekit.config.base_model import Section as Section  # for those who import it from here
+from servekit.config.engines import plugins
+from servekit.config.engines.options import KINDS
+from servekit.config.sections.access import (
     BatchesConfig,
     FetchImagesConfig,
     KeyConfig,
@@ -27,12 +30,9 @@ from servekit.config.access import (
     TlsConfig,
     TracingConfig,
 )
-from servekit.config.base_model import Section as Section  # for those who import it from here
-from servekit.config.cluster import RayConfig
-from servekit.config.engines import plugins
-from servekit.config.engines.options import KINDS
-from servekit.config.mcp import McpServerConfig
-from servekit.config.scale import MOST, Replicas, ScaleConfig
+from servekit.config.sections.cluster import RayConfig
+from servekit.config.sections.mcp import McpServerConfig
+from servekit.config.sections.scale import MOST, Replicas, ScaleConfig
 
 #: What `servekit profile` calls all models; no profile can have this name.
 ALL_MODELS = "all"

@@ -8,7 +8,7 @@ from typing import Any
 
 from servekit.diagnostics.finding import Finding
 from servekit.system import procfs
-from servekit.system.gpus import Gpu, restrict_gpus
+from servekit.system.gpu.gpus import Gpu, restrict_gpus
 from servekit.system.orphan_cleanup import MARK
 from servekit.units import format_bytes
 

@@ -16,8 +16,8 @@ import servekit
 from servekit.config.engines import installed
 from servekit.config.engines.environments import engines_of, list_environments
 from servekit.diagnostics.finding import Finding
-from servekit.system import python_command
 from servekit.system.procfs import name_signal
+from servekit.system.python import python_command
 
 #: Modules compiled against a version of torch, CUDA or a C library, which often break with another.
 EXTENSIONS = (

@@ -11,8 +11,8 @@ from servekit.diagnostics.finding import Finding
 from servekit.diagnostics.gpus import check_gpus, visible_devices
 from servekit.diagnostics.host import check_host
 from servekit.diagnostics.service import check_service
-from servekit.system.gpus import find_gpus
-from servekit.system.nvml_client import driver, is_present
+from servekit.system.gpu.gpus import find_gpus
+from servekit.system.gpu.nvml_client import driver, is_present
 
 
 def run_checks(file: Path | None, run_dir: Path | None) -> list[Finding]:

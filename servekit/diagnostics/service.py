@@ -15,7 +15,7 @@ from servekit.supervisor.deployments.plan import Plan, Source
 from servekit.supervisor.process.run_dir import default_paths, read_record
 from servekit.supervisor.scheduling.fetch_checks import look_up
 from servekit.system import procfs, sockets
-from servekit.system.gpus import Gpu
+from servekit.system.gpu.gpus import Gpu
 from servekit.system.user_dirs import find_models_cache
 
 _RUN_DIR_BYTES = 100 * 2**20

@@ -55,7 +55,7 @@ FETCHES = {"transformers": True, "vllm": True, "llamacpp": False, "faster_whispe
 
 #: Engine classes with a process below the worker's that imports the same libraries, as module:
 #: `start_host` starts it beside the worker's imports, `fork_host` forks it in a forked worker.
-HOSTS = {"servekit.engines.vllm.engine:VllmEngine": "servekit.engines.vllm.core_host"}
+HOSTS = {"servekit.engines.vllm.engine:VllmEngine": "servekit.engines.vllm.core.core_host"}
 
 #: Entry point group of engines of other packages, with values "module:class" as above.
 GROUP = "servekit.engines"

@@ -42,8 +42,8 @@ if __name__ == "__main__":
         die_with(args.parent_pid)
 
     from servekit.gateway.fastapi_import import import_fastapi
-    from servekit.system import import_guard
-    from servekit.system.lean_start import collect_less, import_structlog
+    from servekit.system.python import import_guard
+    from servekit.system.python.lean_start import collect_less, import_structlog
 
     collect_less()
     import_guard.install_guard("gateway")
@@ -65,7 +65,7 @@ if __name__ == "__main__":
     from servekit.protocol.transport.connection import LOST_S
     from servekit.protocol.transport.credentials import read_credentials
     from servekit.protocol.transport.remote_server import ListenOptions
-    from servekit.system.installation import require_protocol
+    from servekit.system.python.installation import require_protocol
 
     faulthandler.enable()
     # A handler in C writes the stacks even while the event loop is blocked.

@@ -38,6 +38,7 @@ from servekit.gateway.telemetry import tracing
 from servekit.gateway.telemetry.request_recorder import RECORDER
 from servekit.gateway.traffic_reporter import TrafficReporter
 from servekit.protocol.adapters import AdapterUnused, TopologyApplied
+from servekit.protocol.control.remote_gateway import CertificateUpdate
 from servekit.protocol.messages import (
     Drain,
     KeyBudgets,
@@ -49,7 +50,6 @@ from servekit.protocol.messages import (
     ToGateway,
     Topology,
 )
-from servekit.protocol.remote_gateway import CertificateUpdate
 from servekit.protocol.transport.credentials import Renew
 from servekit.protocol.transport.rpc import Way
 from servekit.protocol.transport.socket_handover import await_heir

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import msgspec
 
 from servekit.errors import WireError
+from servekit.protocol.control.remote_gateway import AdminRequest, AdminResponse, ToRemoteGateway
 from servekit.protocol.messages import (
     FromGateway,
     FromSupervisor,
@@ -27,7 +28,6 @@ from servekit.protocol.messages import (
     ToSupervisor,
     Traffic,
 )
-from servekit.protocol.remote_gateway import AdminRequest, AdminResponse, ToRemoteGateway
 from servekit.protocol.residency import ModelDemand
 from servekit.protocol.transport.connection import Connection, SocketChannel
 from servekit.protocol.transport.remote_server import ListenOptions, TcpServer

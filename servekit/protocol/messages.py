@@ -32,11 +32,12 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from servekit.protocol import adapters as a
-from servekit.protocol import metrics_messages as c
 from servekit.protocol import residency as r
-from servekit.protocol import startup_messages as s
 from servekit.protocol.access import AccessRules, KeyBudgets, KeyRule, KeyUse
-from servekit.protocol.admin_messages import (
+from servekit.protocol.base import Message, Value
+from servekit.protocol.control import metrics_messages as c
+from servekit.protocol.control import startup_messages as s
+from servekit.protocol.control.admin_messages import (
     Accepted,
     CreateLink,
     GetStatus,
@@ -51,7 +52,6 @@ from servekit.protocol.admin_messages import (
     Status,
     Why,
 )
-from servekit.protocol.base import Message, Value
 from servekit.protocol.forwarding import Body, HttpPart, HttpRequest, WindowUpdate
 from servekit.protocol.speech import SpeechParams, SpokenSegment, SpokenWord, Transcript
 from servekit.protocol.transport.credentials import Renew

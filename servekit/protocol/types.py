@@ -11,10 +11,10 @@ import msgspec
 
 from servekit.protocol.adapters import AdapterInfo, AdapterSpec, AdapterStatus
 from servekit.protocol.base import Message, Value
+from servekit.protocol.control.startup_messages import Start
 from servekit.protocol.forwarding import HttpPart
 from servekit.protocol.residency import ResidencyStatus
 from servekit.protocol.speech import Transcript
-from servekit.protocol.startup_messages import Start
 
 FinishReason = Literal["stop", "length", "cancelled"]
 WorkerState = Literal[

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import structlog
 
-from servekit.protocol.ray_messages import (
+from servekit.protocol.control.ray_messages import (
     Exited,
     GetStrayMemory,
     Measured,
@@ -33,7 +33,7 @@ from servekit.supervisor.process.log_capture import Output, RotatingFile
 from servekit.supervisor.scheduling.memory_requests import device
 from servekit.supervisor.workers import gpu_memory
 from servekit.supervisor.workers.gpu_memory import RemoteGpus
-from servekit.system.gpus import Slot
+from servekit.system.gpu.gpus import Slot
 
 log: Any = structlog.get_logger("servekit.supervisor")
 

@@ -9,11 +9,11 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from servekit.config.cluster import RayConfig
 from servekit.config.engines.options import KINDS
 from servekit.config.schema import ModelConfig
+from servekit.config.sections.cluster import RayConfig
 from servekit.errors import StartError
-from servekit.protocol.ray_messages import NodeRequirements
+from servekit.protocol.control.ray_messages import NodeRequirements
 from servekit.protocol.transport.certificate_authority import Authority
 
 #: File in the run directory that lets the next supervisor connect to the workers.

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import structlog
 
-from servekit.config.cluster import RayConfig
-from servekit.protocol.ray_messages import (
+from servekit.config.sections.cluster import RayConfig
+from servekit.protocol.control.ray_messages import (
     Answer,
     ClusterJoined,
     Exited,

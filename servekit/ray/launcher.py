@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from servekit import __version__
-from servekit.config.cluster import RayConfig
 from servekit.config.engines.options import KINDS
 from servekit.config.schema import ModelConfig
+from servekit.config.sections.cluster import RayConfig
 from servekit.errors import StartError
+from servekit.protocol.control.ray_messages import Node, PlaceWorker
 from servekit.protocol.messages import Stop
-from servekit.protocol.ray_messages import Node, PlaceWorker
 from servekit.protocol.transport.credentials import Credentials
 from servekit.ray import bootstrap, node_requirements
 from servekit.ray.actors import VACATE_S, RayActors, StartOrder

@@ -8,9 +8,9 @@ import platform
 from collections.abc import Sequence
 
 from servekit import __version__
-from servekit.config.cluster import RayConfig
 from servekit.config.schema import ModelConfig
-from servekit.protocol.ray_messages import InspectNodes, Node, NodesInspected
+from servekit.config.sections.cluster import RayConfig
+from servekit.protocol.control.ray_messages import InspectNodes, Node, NodesInspected
 from servekit.ray import bootstrap, node_requirements
 from servekit.ray.client import Cluster, Unable
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from servekit.config.engines.options import KINDS
 from servekit.config.schema import ModelConfig
-from servekit.protocol.ray_messages import Node
+from servekit.protocol.control.ray_messages import Node
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,14 +20,14 @@ from msgspec.structs import replace
 
 from servekit import __version__
 from servekit.config.schema import ServerConfig
-from servekit.protocol.messages import FromGateway, GatewayStatus, Stop, Topology
-from servekit.protocol.ray_messages import Node, PlaceWorker
-from servekit.protocol.remote_gateway import (
+from servekit.protocol.control.ray_messages import Node, PlaceWorker
+from servekit.protocol.control.remote_gateway import (
     AdminRequest,
     AdminResponse,
     CertificateUpdate,
     FromRemoteGateway,
 )
+from servekit.protocol.messages import FromGateway, GatewayStatus, Stop, Topology
 from servekit.ray import bootstrap
 from servekit.ray.actors import StartOrder
 from servekit.ray.client import Unable

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from servekit.config.access import KeyConfig
 from servekit.config.base_model import Section
 from servekit.config.keys import MAX_KEY_BYTES, fast_digest
-from servekit.config.mcp import McpServerConfig
 from servekit.config.schema import Config, ModelConfig
+from servekit.config.sections.access import KeyConfig
+from servekit.config.sections.mcp import McpServerConfig
 from servekit.protocol.access import (
     BatchRules,
     ImageFetching,

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from servekit.config.schema import ServerConfig
 from servekit.protocol.adapters import AdapterUnused, TopologyApplied
+from servekit.protocol.control.metrics_messages import Counted, Series
 from servekit.protocol.messages import (
     FromGateway,
     GatewayStatus,
@@ -26,7 +27,6 @@ from servekit.protocol.messages import (
     Topology,
     Traffic,
 )
-from servekit.protocol.metrics_messages import Counted, Series
 from servekit.protocol.residency import KeepAlive, ModelDemand
 from servekit.protocol.transport.credentials import Renew
 from servekit.protocol.transport.socket_handover import heir_path

@@ -67,7 +67,7 @@ from servekit.supervisor.usage_ledger import UsageLedger
 from servekit.supervisor.workers.fork_server import ForkServer
 from servekit.supervisor.workers.worker_process import WorkerProcess
 from servekit.system import procfs, sockets, subreaper
-from servekit.system.nvml_client import driver
+from servekit.system.gpu.nvml_client import driver
 from servekit.system.orphan_cleanup import Started, end_leftovers, mark_by_limit
 from servekit.system.rlimits import is_shortage
 

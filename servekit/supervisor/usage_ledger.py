@@ -19,9 +19,9 @@ from typing import Any
 
 import structlog
 
-from servekit.config.access import KeyConfig
+from servekit.config.sections.access import KeyConfig
 from servekit.protocol.access import KeyBudgets, SpentBudget
-from servekit.protocol.metrics_messages import Series
+from servekit.protocol.control.metrics_messages import Series
 from servekit.usage_store import FILE, TABLE, VERSION, read_usage
 
 log: Any = structlog.get_logger("servekit.supervisor")

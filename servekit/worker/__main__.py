@@ -9,8 +9,8 @@ import time
 
 began_s = time.monotonic()  # before the imports below
 
-from servekit.system.lean_start import import_structlog  # noqa: E402
 from servekit.system.parent_death import die_with, prefer_for_oom_kill  # noqa: E402
+from servekit.system.python.lean_start import import_structlog  # noqa: E402
 
 if __name__ == "__main__":
     import argparse
@@ -48,7 +48,7 @@ if __name__ == "__main__":
 
     from servekit import logging_config
     from servekit.protocol.messages import PROTOCOL
-    from servekit.system.installation import require_protocol
+    from servekit.system.python.installation import require_protocol
     from servekit.worker.transport import InheritedChannel
     from servekit.worker.worker import run_worker
 

@@ -25,8 +25,8 @@ from typing import NamedTuple
 
 from servekit import engines, logging_config
 from servekit.errors import LoadError
-from servekit.protocol import fork_server
-from servekit.protocol.fork_server import Fork, Forked, NotForked, Prepared
+from servekit.protocol.control import fork_server
+from servekit.protocol.control.fork_server import Fork, Forked, NotForked, Prepared
 from servekit.protocol.messages import BootFailed, Load
 from servekit.system.parent_death import CHILD_MARK, die_with, end_group
 

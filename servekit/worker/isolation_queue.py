@@ -12,11 +12,11 @@ gateways, so only the worker can separate them:
                           the gateways are sent `IsolationEnded`
 
 So whenever the worker dies, the gateways can attribute the death to a request
-(`gateway.routing.retry_policy`). A message counts as delivered when it is in the gateway's socket,
-because the worker may be killed by its very next action. A gateway that does not read is waited for
-only briefly while other requests are queued: its suspect goes to the end of the queue. A gateway
-that missed the message may count a death against its own requests by mistake, which is not enough
-for quarantine.
+(`gateway.routing.failures.retry_policy`). A message counts as delivered when it is in the gateway's
+socket, because the worker may be killed by its very next action. A gateway that does not read is
+waited for only briefly while other requests are queued: its suspect goes to the end of the queue. A
+gateway that missed the message may count a death against its own requests by mistake, which is not
+enough for quarantine.
 
 Queued requests are not in the engine, so they do not count in the engine's progress.
 """

@@ -22,7 +22,7 @@ from servekit.protocol.messages import (
 )
 from servekit.protocol.types import FinishReason
 from servekit.worker.detokenizer import CountedText, TextStream
-from servekit.worker.request_preparation import pack_ids
+from servekit.worker.preparation.request_preparation import pack_ids
 
 if TYPE_CHECKING:
     from servekit.worker.gateway_connection import GatewayConnection

@@ -22,6 +22,7 @@ from servekit.protocol.adapters import (
     AdapterUnloaded,
     SetAdapters,
 )
+from servekit.protocol.control.startup_messages import GatewayConnected, PhaseReport
 from servekit.protocol.messages import (
     BootFailed,
     FromWorker,
@@ -33,7 +34,6 @@ from servekit.protocol.messages import (
     WorkerSpec,
 )
 from servekit.protocol.residency import Asleep, Awake
-from servekit.protocol.startup_messages import GatewayConnected, PhaseReport
 from servekit.protocol.transport.address import host_and_port, is_tcp, tcp_address
 from servekit.protocol.transport.connection import LOST_S, Connection, Factory, dial_address
 from servekit.protocol.transport.credentials import read_credentials

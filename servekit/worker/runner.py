@@ -55,13 +55,13 @@ from servekit.worker.output_state import (
     TextTask,
     find_failure,
 )
-from servekit.worker.request_preparation import (
+from servekit.worker.preparation.request_preparation import (
     Prepared,
     RequestPreparer,
     completion_limit,
     limit_of_continuation,
 )
-from servekit.worker.request_validation import check_request, check_text
+from servekit.worker.preparation.request_validation import check_request, check_text
 from servekit.worker.slot_lending import Lending
 
 log: Any = structlog.get_logger("servekit.worker")

@@ -34,6 +34,7 @@ from servekit.engines.api.load_phases import heard_by, phase
 from servekit.engines.api.text_engine import TextEngine
 from servekit.errors import LoadError, Unsupported, describe_error
 from servekit.protocol.adapters import LoadAdapter, UnloadAdapter
+from servekit.protocol.control.startup_messages import GATE, GatewayConnected, Phase, PhaseReport
 from servekit.protocol.messages import (
     PROTOCOL,
     BootFailed,
@@ -62,7 +63,6 @@ from servekit.protocol.messages import (
     WorkerToGateway,
 )
 from servekit.protocol.residency import Sleep, Wake
-from servekit.protocol.startup_messages import GATE, GatewayConnected, Phase, PhaseReport
 from servekit.protocol.tool_formats import FRAMED
 from servekit.protocol.transport.connection import Connection, Factory
 from servekit.system.parent_death import CHAOS, FAIL_STEP, end_group

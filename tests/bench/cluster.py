@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import fmean, quantiles
 
-from servekit.gateway.routing.load_balancer import Account, Balancer
+from servekit.gateway.routing.balancing.load_balancer import Account, Balancer
 from servekit.gateway.routing.request import InflightRequest
 from servekit.protocol.messages import (
     ModelInfo,

@@ -40,7 +40,7 @@ from tests.bench.figures import conditions
 from tests.bench.table import Figure, markdown, spread
 from tests.integration.instance import Instance
 from tests.unit.engines.hearing_model import RATE, make_samples, write_wav, write_whisper
-from tests.unit.engines.transformers.test_classification import pair_tokenizer
+from tests.unit.engines.transformers.pooling_models.test_classification import pair_tokenizer
 
 library: Any = transformers
 SECONDS, TOKENS, DOCUMENTS = 29.0, 60, 16

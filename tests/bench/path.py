@@ -43,7 +43,7 @@ from servekit.protocol.messages import (
     TokenBatch,
     Topology,
 )
-from servekit.system.lean_start import collect_less
+from servekit.system.python.lean_start import collect_less
 from tests.bench.bare import Bare
 
 CLIENTS = 64

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from servekit.system.gpus import find_gpus
+from servekit.system.gpu.gpus import find_gpus
 from tests.bench.crowd import Order, Round, ask
 from tests.bench.figures import conditions
 from tests.bench.offline import Offline

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import msgspec
 
-from servekit.cli.startup_display import is_start_over
+from servekit.cli.display.startup_display import is_start_over
 from servekit.errors import ServekitError
-from servekit.gateway.routing.load_balancer import Balancer
+from servekit.gateway.routing.balancing.load_balancer import Balancer
 from servekit.protocol.messages import (
     ModelInfo,
     ModelStatus,

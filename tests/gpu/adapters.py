@@ -22,7 +22,7 @@ import transformers
 from safetensors.torch import save_file
 
 from servekit.protocol.messages import ReplicaStatus
-from servekit.system.gpus import gpu_memory_by_pid
+from servekit.system.gpu.gpus import gpu_memory_by_pid
 from tests.gpu.checks import MIB, PROMPT, Row
 from tests.integration.instance import Instance
 

@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 
 from servekit.protocol.messages import ReplicaStatus
-from servekit.system.gpus import find_gpus, gpu_memory_by_pid
+from servekit.system.gpu.gpus import find_gpus, gpu_memory_by_pid
 from tests.integration.instance import Instance, write_config
 from tests.polling import poll
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import httpx
 
-from servekit.system.gpus import find_gpus, gpu_memory_by_pid
+from servekit.system.gpu.gpus import find_gpus, gpu_memory_by_pid
 from servekit.system.procfs import all_processes
 from tests.gpu.adapters import write_middle
 from tests.gpu.checks import MIB, PROMPT, Row, gpu_count

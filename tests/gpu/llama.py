@@ -36,7 +36,7 @@ import httpx
 
 from servekit.engines.llamacpp.memory_fit import read_parts
 from servekit.engines.model_files.source import resolve_file
-from servekit.system.gpus import find_gpus, gpu_memory_by_pid
+from servekit.system.gpu.gpus import find_gpus, gpu_memory_by_pid
 from servekit.system.procfs import all_processes
 from tests.gpu import images, reciting
 from tests.gpu.checks import MIB, Row, gpu_count

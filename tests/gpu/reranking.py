@@ -34,8 +34,11 @@ import transformers
 from tests.gpu.checks import Row
 from tests.gpu.engines import entry, serving
 from tests.gpu.images import show
-from tests.unit.engines.transformers.test_classification import pair_tokenizer
-from tests.unit.engines.transformers.test_logit_score import make_reranker, score_as_the_card
+from tests.unit.engines.transformers.pooling_models.test_classification import pair_tokenizer
+from tests.unit.engines.transformers.pooling_models.test_logit_score import (
+    make_reranker,
+    score_as_the_card,
+)
 
 library: Any = transformers
 Pairs = Sequence[tuple[str, str]]

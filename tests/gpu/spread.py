@@ -33,7 +33,7 @@ import torch
 
 from servekit.protocol.messages import TokenLogprob
 from servekit.system import procfs
-from servekit.system.gpus import gpu_memory_by_pid
+from servekit.system.gpu.gpus import gpu_memory_by_pid
 from tests.gpu.checks import MIB, Row, ask
 from tests.integration.instance import Instance
 from tests.polling import poll

@@ -23,7 +23,7 @@ from typing import Any
 
 import httpx
 
-from servekit.cli.startup_display import is_start_over
+from servekit.cli.display.startup_display import is_start_over
 from servekit.errors import ServekitError
 from servekit.protocol.messages import (
     GatewayStatus,

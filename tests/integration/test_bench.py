@@ -15,7 +15,7 @@ import jsonschema
 import psutil
 import pytest
 
-from servekit.bench.result import result_schema
+from servekit.bench.output.result import result_schema
 from tests.integration import certificates
 from tests.integration.instance import PROGRAM, Instance, echo
 from tests.polling import poll

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from tests.integration.instance import Instance, echo
-from tests.unit.engines.transformers import test_classification as made
-from tests.unit.engines.transformers import test_embedding as embedders
-from tests.unit.engines.transformers import test_logit_score as causal
+from tests.unit.engines.transformers.pooling_models import test_classification as made
+from tests.unit.engines.transformers.pooling_models import test_embedding as embedders
+from tests.unit.engines.transformers.pooling_models import test_logit_score as causal
 
 pytestmark = pytest.mark.timeout(300)
 SERVER = [sys.executable, str(Path(__file__).parents[1] / "media_server.py"), "--port", "{port}"]

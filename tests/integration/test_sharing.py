@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
+from servekit.protocol.control.startup_messages import GATE, Start
 from servekit.protocol.messages import ReplicaStatus
-from servekit.protocol.startup_messages import GATE, Start
 from servekit.system import procfs
 from tests.integration.instance import PROGRAM, Instance, write_config
 from tests.integration.made_up_gpus import GIB, MadeUpGpus, on_gpu

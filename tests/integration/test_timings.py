@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from servekit.cli.startup_timings import covered_s
-from servekit.protocol.startup_messages import Phase, Start
+from servekit.cli.display.startup_timings import covered_s
+from servekit.protocol.control.startup_messages import Phase, Start
 from tests.integration.instance import Instance, echo
 from tests.integration.test_faults_supervisor import cli
 from tests.integration.test_residents import complete, on_demand

@@ -452,7 +452,7 @@ def test_what_up_imports_has_nothing_heavy_in_it() -> None:
     code = (
         "import sys\n"
         "import servekit.supervisor.supervisor, servekit.config.load\n"
-        "import servekit.cli.startup_display, servekit.cli.main\n"
+        "import servekit.cli.display.startup_display, servekit.cli.main\n"
         "import servekit.supervisor.process.orphan_guard\n"
         f"print(*sorted({set(FORBIDDEN)!r} & set(sys.modules)))"
     )

@@ -48,8 +48,8 @@ def list_environments(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the environments of engines, and what each of them has."""
+    from servekit.cli.display.tables import print_tables
     from servekit.cli.engine.listing import describe_environments, environment_table
-    from servekit.cli.tables import print_tables
 
     found = describe_environments(os.environ)
     if as_json:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from servekit.cli.tables import new_table
+from servekit.cli.display.tables import new_table
 from servekit.config.engines.environments import Environment, engines_of, list_environments
 from servekit.units import format_bytes
 

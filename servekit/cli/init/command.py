@@ -15,7 +15,7 @@ from servekit.errors import ConfigError, ServekitError
 if TYPE_CHECKING:
     from servekit.cli.init.brought_models import Carried
     from servekit.cli.init.config_template import TemplateOptions
-    from servekit.system.gpus import Gpu
+    from servekit.system.gpu.gpus import Gpu
 
 T = TypeVar("T")
 
@@ -235,13 +235,13 @@ def _collect_options(
 
 
 def _find_gpus() -> "tuple[Gpu, ...]":
-    from servekit.system.gpus import find_gpus
+    from servekit.system.gpu.gpus import find_gpus
 
     return find_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def _describe_machine(gpus: "tuple[Gpu, ...]") -> str:
-    from servekit.cli.tables import format_size
+    from servekit.cli.display.tables import format_size
     from servekit.config.engines import installed
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

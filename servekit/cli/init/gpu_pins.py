@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from servekit.cli.init.brought_models import BroughtModel
-from servekit.system.gpus import Gpu
+from servekit.system.gpu.gpus import Gpu
 
 
 def of_docker(value: str) -> str | None:

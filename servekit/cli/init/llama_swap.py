@@ -29,7 +29,7 @@ from servekit.cli.init.brought_models import BroughtModel, Carried, Command
 from servekit.cli.init.llama_swap_file import PORT, SwapFile, read_file, split_command, variable_of
 from servekit.cli.init.server_commands import ServerCommand, parse_server
 from servekit.config.keys import is_name
-from servekit.system.gpus import Gpu
+from servekit.system.gpu.gpus import Gpu
 
 #: llama-swap's port.
 _PORT = 8080

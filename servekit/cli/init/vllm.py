@@ -16,7 +16,7 @@ from servekit.cli.init import brought_models, gpu_pins
 from servekit.cli.init.brought_models import BroughtModel, Carried, Command, quote_word
 from servekit.cli.init.server_commands import ServerCommand, parse_server, parse_vllm
 from servekit.errors import ConfigError
-from servekit.system.gpus import Gpu
+from servekit.system.gpu.gpus import Gpu
 
 _FORM = "write it as it is typed, in quotes: servekit init --from vllm 'vllm serve org/name'"
 #: Words that end a command in a shell.

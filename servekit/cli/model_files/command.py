@@ -50,8 +50,8 @@ def ls(
         return
     from rich.text import Text
 
-    from servekit.cli.responsive_table import Fitted
-    from servekit.cli.tables import new_table, print_tables, state_text
+    from servekit.cli.display.responsive_table import Fitted
+    from servekit.cli.display.tables import new_table, print_tables, state_text
     from servekit.units import format_bytes
 
     table = new_table("MODEL", "STATE", "ENGINE", "ON DISK")
@@ -135,7 +135,7 @@ def pull(
 ) -> None:
     """Fetch the files of a model before it is served; tell its size first."""
     from servekit.cli.model_files import disk
-    from servekit.system.python_command import module_command
+    from servekit.system.python.python_command import module_command
     from servekit.units import format_bytes
 
     path, revision = _find_path(model, config, run_dir, revision)

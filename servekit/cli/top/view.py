@@ -8,9 +8,15 @@ from collections.abc import Iterator, Sequence
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
+from servekit.cli.display.responsive_table import shorten_text
+from servekit.cli.display.tables import (
+    format_size,
+    gateway_note,
+    replica_note,
+    replica_span,
+    state_text,
+)
 from servekit.cli.events import format_event
-from servekit.cli.responsive_table import shorten_text
-from servekit.cli.tables import format_size, gateway_note, replica_note, replica_span, state_text
 from servekit.cli.top.sampler import View, count_queued
 from servekit.protocol.messages import GatewayStatus, ModelStatus, ReplicaStatus, Status
 from servekit.protocol.types import GpuStatus

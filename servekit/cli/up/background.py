@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from servekit.errors import ServekitError, StartError
-from servekit.system.python_command import module_command
+from servekit.system.python.python_command import module_command
 
 if TYPE_CHECKING:
     from servekit.protocol.messages import Status
@@ -60,7 +60,7 @@ class Background:
 
         Raises StartError with the end of the log if the instance ends.
         """
-        from servekit.cli.startup_display import is_start_over
+        from servekit.cli.display.startup_display import is_start_over
 
         while True:
             if (code := self.process.poll()) is not None:

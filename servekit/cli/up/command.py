@@ -121,7 +121,7 @@ def up(
     log_file: Annotated[Path | None, typer.Option(hidden=True, allow_from_autoenv=False)] = None,
 ) -> None:
     """Serve the models of a file, or models that are named here, until told to stop."""
-    from servekit.system.lean_start import import_structlog
+    from servekit.system.python.lean_start import import_structlog
 
     import_structlog()
     from dataclasses import replace
@@ -172,8 +172,8 @@ def _set_flags(options: "Mapping[str, object]") -> list[str]:
 
 def _serve_in_background(plan: "Plan", path: Path, folder: Path | None, flags: list[str]) -> int:
     """Start an instance in the background; return 0 once it serves, 1 if a model has failed."""
-    from servekit.cli.startup_display import BannerFacts, banner, format_link
-    from servekit.cli.tables import print_tables
+    from servekit.cli.display.startup_display import BannerFacts, banner, format_link
+    from servekit.cli.display.tables import print_tables
     from servekit.cli.up.background import Background
     from servekit.cli.up.link import request_link
 
@@ -210,7 +210,7 @@ def make_source(
 
 
 def make_plan(source: "Source") -> "Plan":
-    from servekit.system.gpus import find_gpus
+    from servekit.system.gpu.gpus import find_gpus
 
     return source.plan(find_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")))
 
@@ -221,7 +221,7 @@ def tell_fit(plan: "Plan", *, quiet: bool = False) -> None:
     With `quiet` nothing is printed. Raises ConfigError if it cannot fit; all else is the matter of
     each model when it starts.
     """
-    from servekit.cli.tables import fit_lines
+    from servekit.cli.display.tables import fit_lines
     from servekit.config.load import error_at
     from servekit.supervisor.scheduling.fetch_checks import look_up, with_estimates
 
@@ -241,7 +241,7 @@ def tell_fit(plan: "Plan", *, quiet: bool = False) -> None:
 def _run_plan(
     plan: "Plan", run_dir: Path | None, *, quiet: bool, as_json: bool, log_file: Path | None
 ) -> int:
-    from servekit.system.import_guard import guard_process
+    from servekit.system.python.import_guard import guard_process
 
     with guard_process("supervisor"):
         return _run_supervisor(plan, run_dir, quiet=quiet, as_json=as_json, log_file=log_file)
@@ -253,7 +253,7 @@ def _run_supervisor(
     import asyncio
 
     from servekit import logging_config as logs
-    from servekit.cli.startup_display import BannerFacts, watch
+    from servekit.cli.display.startup_display import BannerFacts, watch
     from servekit.supervisor.startup_resources import StartupResources
 
     server = plan.config.server

@@ -1,7 +1,7 @@
 """Python environments of workers: servekit's own, and those that a model's `python` names.
 
-A worker in another environment runs servekit's own code there (`system.worker_code`), so that
-environment needs the engine, and the few packages of `EngineKind.needs`, but not servekit.
+A worker in another environment runs servekit's own code there (`system.python.worker_code`), so
+that environment needs the engine, and the few packages of `EngineKind.needs`, but not servekit.
 `servekit engine install` makes such environments below the data folder; each has a manifest, which
 is written last: an environment without one is not finished.
 """

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
 from servekit.errors import ServekitError
-from servekit.protocol.startup_messages import Phase
+from servekit.protocol.control.startup_messages import Phase
 
 _LONGEST_WHY = 300
 

@@ -22,9 +22,9 @@ from servekit.engines.api.job_validation import Limits, check_inputs, check_job
 from servekit.engines.api.load_phases import phase
 from servekit.engines.api.speculation import get_speculation
 from servekit.engines.api.threaded_engine import LoopedEngine
-from servekit.engines.llamacpp.bindings import POOLINGS
 from servekit.engines.llamacpp.embedding import LlamaClassifier, LlamaEmbedder
 from servekit.engines.llamacpp.generation import GenerationRunner
+from servekit.engines.llamacpp.library.bindings import POOLINGS
 from servekit.engines.llamacpp.loading import Loaded, load_from_spec
 from servekit.engines.llamacpp.request_row import LlamaRow
 from servekit.engines.llamacpp.speculation_setup import make_speculator

@@ -32,7 +32,7 @@ import structlog
 from servekit.engines.api.base import StepOutput
 from servekit.engines.api.job_state import NOT_A_NUMBER
 from servekit.engines.api.speculation import Counts, Speculator, join_outputs
-from servekit.engines.llamacpp.bindings import PROMPT_OUTPUTS, PROPOSED_OUTPUTS
+from servekit.engines.llamacpp.library.bindings import PROMPT_OUTPUTS, PROPOSED_OUTPUTS
 from servekit.engines.llamacpp.media.chunk_encoder import ChunkEncoder
 from servekit.engines.llamacpp.media.mtmd import MediaChunk, Projector
 from servekit.engines.llamacpp.model import Context, InsufficientMemory

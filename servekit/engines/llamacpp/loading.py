@@ -16,8 +16,8 @@ from servekit.engines.api.base import Report
 from servekit.engines.api.load_phases import phase
 from servekit.engines.api.speculation import get_speculation
 from servekit.engines.llamacpp import memory_fit
-from servekit.engines.llamacpp.bindings import POOLINGS, Binding, Settings, open_binding
 from servekit.engines.llamacpp.draft_model import Draft, check_draft
+from servekit.engines.llamacpp.library.bindings import POOLINGS, Binding, Settings, open_binding
 from servekit.engines.llamacpp.media.mtmd import Projector
 from servekit.engines.llamacpp.media.projector_loading import find_projector, load_projector
 from servekit.engines.llamacpp.model import Context, Model

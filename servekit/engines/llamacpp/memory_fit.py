@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from servekit.engines.llamacpp.bindings import CACHE_TYPES, count_outputs
+from servekit.engines.llamacpp.library.bindings import CACHE_TYPES, count_outputs
 from servekit.errors import LoadError
 from servekit.model_metadata import kv_cache_shape
 from servekit.model_metadata.gguf import Gguf, Header, read_header

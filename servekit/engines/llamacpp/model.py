@@ -9,8 +9,8 @@ from ctypes import POINTER, c_char_p, c_float, c_int8, c_int32, c_uint32, c_void
 import numpy as np
 from numpy.typing import NDArray
 
-from servekit.engines.llamacpp.bindings import Binding, Settings
-from servekit.engines.llamacpp.capi import Batch, Library
+from servekit.engines.llamacpp.library.bindings import Binding, Settings
+from servekit.engines.llamacpp.library.capi import Batch, Library
 from servekit.engines.llamacpp.vocabulary import Vocabulary
 
 

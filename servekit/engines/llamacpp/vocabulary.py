@@ -7,7 +7,7 @@ from ctypes import c_bool, c_int32, c_void_p
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from servekit.engines.llamacpp.capi import Library
+from servekit.engines.llamacpp.library.capi import Library
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

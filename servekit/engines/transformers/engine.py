@@ -31,16 +31,11 @@ from servekit.engines.text.structured_output import Constraint
 from servekit.engines.text.token_bytes import Pieces
 from servekit.engines.text.tokenizer import TokenizerCodec
 from servekit.engines.text.tool_format_detection import tool_capabilities
-from servekit.engines.transformers import (
-    classification,
-    embedding,
-    loading,
-    preload,
-    prompt_scores,
-)
+from servekit.engines.transformers import loading, preload, prompt_scores
 from servekit.engines.transformers.batching.continuous import ContinuousRunner
 from servekit.engines.transformers.lora.manager import AdapterManager
 from servekit.engines.transformers.lora.module_clone import BaseChanged
+from servekit.engines.transformers.pooling_models import classification, embedding
 from servekit.engines.transformers.request_row import Row
 from servekit.engines.transformers.runner import CausalRunner, Runner
 from servekit.engines.transformers.runner_factory import eos_ids, sampling_defaults

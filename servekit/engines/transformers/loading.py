@@ -24,23 +24,19 @@ from servekit.engines.model_files.model_kind import ModelKind, find_model_kind
 from servekit.engines.model_files.source import resolve_folder
 from servekit.engines.text.pair_template import find_pair_template
 from servekit.engines.text.tokenizer import TokenizerCodec
-from servekit.engines.transformers import (
-    classification,
-    embedding,
-    fused_layers,
-    logit_score,
-    packed_linear,
-    pooling,
-    preload,
-    quantize,
-    weights,
-)
+from servekit.engines.transformers import fused_layers, packed_linear, preload, quantize, weights
 from servekit.engines.transformers.decode.speculation_setup import (
     Draft,
     check_draft,
     check_tokenizers,
 )
 from servekit.engines.transformers.lora.module_clone import clone_modules
+from servekit.engines.transformers.pooling_models import (
+    classification,
+    embedding,
+    logit_score,
+    pooling,
+)
 from servekit.engines.transformers.runner import Runner
 from servekit.engines.transformers.runner_factory import (
     cpu_threads,

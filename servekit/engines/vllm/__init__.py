@@ -8,9 +8,7 @@ list per step, for all requests.
     library              the installed vLLM, and the choice between its core and its own server
     engine_args          a WorkerSpec as vLLM's arguments
     argument_parser      the option `engine_args`, by vLLM's own parser and as flags
-    core_client          the client of the core, and the detection of its death
-    core_host            the process that becomes the core, with its imports done before
-    causes               the cause of a core's death, reported by its process
+    core                 the core: its process, our extensions in it, the client of it
     requests             jobs as requests of the core, and its outputs as outputs of the engine
     request_table        the requests in flight
     engine               the life cycle of the core, and the loop
@@ -21,8 +19,6 @@ list per step, for all requests.
     generation_defaults  stop tokens and sampling of the model's files
     adapters             LoRA
     server               the engine with vLLM's own server
-    scheduler            extensions inside the core's process
-    worker_extension     extensions inside the processes that run the model
 
 Only the registry of `engines` may import from here.
 """

@@ -12,7 +12,7 @@ from typing import Any
 from servekit.engines.api.adapter_table import AdapterTable
 from servekit.engines.transformers.lora import adapter_files, config_checks
 from servekit.engines.transformers.lora.adapter_files import PARAM, AdapterFiles
-from servekit.engines.vllm.core_client import Core
+from servekit.engines.vllm.core.core_client import Core
 from servekit.errors import LoadError, RequestError
 from servekit.protocol.adapters import AdapterInfo, AdapterSpec
 from servekit.protocol.messages import WorkerSpec

@@ -14,8 +14,8 @@ import structlog
 
 from servekit.engines.api.base import EmbedJob, StepOutput
 from servekit.engines.api.job_validation import Limits, check_inputs
-from servekit.engines.vllm.causes import first_line
-from servekit.engines.vllm.core_client import Core
+from servekit.engines.vllm.core.causes import first_line
+from servekit.engines.vllm.core.core_client import Core
 from servekit.engines.vllm.request_table import RequestTable
 from servekit.errors import RequestError
 

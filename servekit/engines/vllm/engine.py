@@ -41,11 +41,12 @@ from servekit.engines.text.token_bytes import Pieces
 from servekit.engines.text.tokenizer import TokenizerCodec
 from servekit.engines.text.tool_format_detection import tool_capabilities
 from servekit.engines.transformers import weights
-from servekit.engines.vllm import core_host, engine_args, generation_defaults, library, requests
+from servekit.engines.vllm import engine_args, generation_defaults, library, requests
 from servekit.engines.vllm.adapters import Adapters
 from servekit.engines.vllm.argument_parser import parse_arguments
-from servekit.engines.vllm.causes import first_line
-from servekit.engines.vllm.core_client import Core
+from servekit.engines.vllm.core import core_host
+from servekit.engines.vllm.core.causes import first_line
+from servekit.engines.vllm.core.core_client import Core
 from servekit.engines.vllm.embedding_batches import Texts, explain_failure
 from servekit.engines.vllm.media_prompts import (
     MediaEncoder,

@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from servekit.engines.transformers.batching import kv_cache
-from servekit.engines.transformers.logit_score import find_score_tokens, read_activation
+from servekit.engines.transformers.pooling_models.logit_score import (
+    find_score_tokens,
+    read_activation,
+)
 from servekit.errors import LoadError
 from servekit.model_metadata import kv_cache_shape
 from servekit.model_metadata.weight_quantization import OF_VLLM

@@ -8,7 +8,7 @@ from typing import Any
 
 from servekit.engines.api.base import MediaPrompt
 from servekit.engines.vllm.adapters import Scores
-from servekit.engines.vllm.core_client import Core
+from servekit.engines.vllm.core.core_client import Core
 from servekit.engines.vllm.requests import make_request
 from servekit.errors import LoadError
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from servekit.engines.vllm.causes import first_line
-from servekit.engines.vllm.core_client import Core
+from servekit.engines.vllm.core.causes import first_line
+from servekit.engines.vllm.core.core_client import Core
 from servekit.errors import LoadError
 from servekit.units import format_bytes
 

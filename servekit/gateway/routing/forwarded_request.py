@@ -6,7 +6,7 @@ from collections import deque
 
 from msgspec.structs import replace
 
-from servekit.gateway.routing import retry_policy
+from servekit.gateway.routing.failures import retry_policy
 from servekit.gateway.routing.request import InflightRequest
 from servekit.protocol.forwarding import PIECE_BYTES
 from servekit.protocol.messages import Delta, Generate, HttpPart, HttpRequest, SamplingParams

@@ -27,8 +27,8 @@ from itertools import islice
 from msgspec.structs import replace
 
 from servekit.errors import ModelNotFound, ModelUnavailable, did_you_mean
+from servekit.gateway.routing.balancing.load_balancer import Balancer
 from servekit.gateway.routing.fair_queue import FairQueue
-from servekit.gateway.routing.load_balancer import Balancer
 from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.routing.throughput import ThroughputEstimator
 from servekit.gateway.routing.worker_connection import WorkerConnection, base_generation

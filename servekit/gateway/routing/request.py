@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from servekit.errors import RequestError
 from servekit.gateway.http.request_context import ORIGIN
-from servekit.gateway.routing import retry_policy
+from servekit.gateway.routing.failures import retry_policy
 from servekit.gateway.telemetry.metrics import UNMEASURED
 from servekit.protocol import tool_formats
 from servekit.protocol.messages import (
@@ -28,9 +28,9 @@ MARKS = frozenset(tool_formats.MARKS)
 
 if TYPE_CHECKING:
     from servekit.gateway.auth.api_key import ApiKey
+    from servekit.gateway.routing.failures.suspect_sources import Suspect
     from servekit.gateway.routing.model_queue import ModelQueue
     from servekit.gateway.routing.step_delivery import EndOfTick
-    from servekit.gateway.routing.suspect_sources import Suspect
     from servekit.gateway.routing.worker_connection import WorkerConnection
     from servekit.gateway.telemetry.metrics import RequestMeter
     from servekit.gateway.telemetry.observer import RequestObserver

@@ -36,20 +36,25 @@ from servekit.gateway.routing.adapter_route import (
     adapters_of,
     base_of,
 )
-from servekit.gateway.routing.fair_queue import FairQueue
-from servekit.gateway.routing.model_queue import ModelQueue, describe, unknown
-from servekit.gateway.routing.preset_route import presets_of
-from servekit.gateway.routing.quarantine import Quarantine, fingerprint, is_source, refusal
-from servekit.gateway.routing.request import InflightRequest
-from servekit.gateway.routing.retry_policy import ALONE_AT, CHANGED, NOT_RESUMED, RetryDecision
-from servekit.gateway.routing.step_delivery import EndOfTick
-from servekit.gateway.routing.suspect_sources import (
+from servekit.gateway.routing.failures.quarantine import Quarantine, fingerprint, is_source, refusal
+from servekit.gateway.routing.failures.retry_policy import (
+    ALONE_AT,
+    CHANGED,
+    NOT_RESUMED,
+    RetryDecision,
+)
+from servekit.gateway.routing.failures.suspect_sources import (
     Sources,
     Suspect,
     Verdict,
     is_shared,
     source_of,
 )
+from servekit.gateway.routing.fair_queue import FairQueue
+from servekit.gateway.routing.model_queue import ModelQueue, describe, unknown
+from servekit.gateway.routing.preset_route import presets_of
+from servekit.gateway.routing.request import InflightRequest
+from servekit.gateway.routing.step_delivery import EndOfTick
 from servekit.gateway.routing.task_check import check_fetched, check_media, check_task
 from servekit.gateway.routing.timeouts import GRAIN_S, Deadlines
 from servekit.gateway.routing.worker_connection import NEARBY, WorkerConnection

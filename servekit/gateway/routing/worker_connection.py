@@ -47,7 +47,7 @@ from servekit.protocol.transport.connection import LOST_S, Connection, dial_addr
 from servekit.protocol.transport.tls import HUNG_UP, NotTrusted
 
 if TYPE_CHECKING:
-    from servekit.gateway.routing.load_balancer import Account
+    from servekit.gateway.routing.balancing.load_balancer import Account
     from servekit.gateway.routing.router import Router
     from servekit.protocol.transport.certificate_holder import CertificateHolder
 

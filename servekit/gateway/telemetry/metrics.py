@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from servekit import metrics
 from servekit.errors import REQUEST_ERRORS, ModelNotFound, RequestError
 from servekit.gateway.telemetry.observer import RequestObserver
-from servekit.protocol.metrics_messages import Counted, Series
+from servekit.protocol.control.metrics_messages import Counted, Series
 
 if TYPE_CHECKING:
     from servekit.gateway.routing.model_queue import ModelQueue

@@ -17,11 +17,12 @@ from servekit.gateway.tool_parsing.events import (
     Text,
     ToolCallStart,
 )
+from servekit.gateway.tool_parsing.grammars.lark import after_thoughts
+from servekit.gateway.tool_parsing.grammars.schema_formats import without_unknown_formats
+from servekit.gateway.tool_parsing.grammars.tool_grammar import tool_grammar
 from servekit.gateway.tool_parsing.incremental_scanner import Parser
 from servekit.gateway.tool_parsing.json_text import is_json
-from servekit.gateway.tool_parsing.lark import after_thoughts
 from servekit.gateway.tool_parsing.registry import FAMILIES, begins_thinking, parser
-from servekit.gateway.tool_parsing.schema_formats import without_unknown_formats
 from servekit.gateway.tool_parsing.tool_definitions import (
     Tool,
     ToolChoice,
@@ -29,7 +30,6 @@ from servekit.gateway.tool_parsing.tool_definitions import (
     choice_by_word,
     parse_tool_choice,
 )
-from servekit.gateway.tool_parsing.tool_grammar import tool_grammar
 
 __all__ = [
     "FAMILIES",

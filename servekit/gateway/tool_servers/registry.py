@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import structlog
 
-from servekit.config.mcp import check_url
+from servekit.config.sections.mcp import check_url
 from servekit.errors import RequestError
 from servekit.gateway.auth.api_key import ApiKey
 from servekit.gateway.auth.authorization import Access

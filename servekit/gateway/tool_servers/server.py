@@ -33,7 +33,7 @@ from servekit.gateway.tool_servers.messages import (
 )
 from servekit.protocol.access import McpServer
 from servekit.system.orphan_cleanup import kill_marked
-from servekit.system.python_command import module_command
+from servekit.system.python.python_command import module_command
 
 #: Time that a host has to end its server in the orderly way before both are killed, s.
 _END_S = 5.0

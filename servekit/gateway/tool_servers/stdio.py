@@ -22,7 +22,7 @@ from mcp_types import jsonrpc_message_adapter
 
 from servekit.gateway.auth.api_key import Bucket
 from servekit.protocol.access import McpServer
-from servekit.system.python_command import module_command
+from servekit.system.python.python_command import module_command
 
 MAX_LINE_BYTES = 8 * 2**20
 #: What a server may write to the log at once, and again in each minute, bytes. The gateway writes

@@ -18,8 +18,8 @@ import msgspec
 
 from servekit.protocol.adapters import AdapterSpec, TopologyApplied
 from servekit.protocol.base import Message
+from servekit.protocol.control.remote_gateway import AdminRequest, AdminResponse, CertificateUpdate
 from servekit.protocol.messages import Loading, Ping, Pong, Topology, WorkerSpec
-from servekit.protocol.remote_gateway import AdminRequest, AdminResponse, CertificateUpdate
 
 #: Messages that are not repeated after a reconnect: newer ones replace them.
 FLEETING = (

@@ -4,7 +4,7 @@ Ray places workers and reports nodes; requests do not pass through it. Ray is im
 separate processes: its client takes much memory and threads, and may hang or die with the cluster,
 which must not happen to the supervisor.
 
-    driver            the client: requests and releases places (`protocol.ray_messages`)
+    driver            the client: requests and releases places (`protocol.control.ray_messages`)
     actor             the actor: starts a worker or a gateway on its node and reports on it
     actor_handle      the driver's side of one actor
     actor_supervisor  parent of the actor's process: ends it and its children with the actor

@@ -24,14 +24,14 @@ from typing import IO, Any
 import msgspec
 
 from servekit.errors import StartError
+from servekit.protocol.control.ray_messages import RemoteGpu, Running, Start
 from servekit.protocol.messages import GpuStatus
-from servekit.protocol.ray_messages import RemoteGpu, Running, Start
 from servekit.protocol.transport.credentials import Credentials
 from servekit.ray.process.node_probe import as_remote, own_gpus
 from servekit.supervisor.process.environment import THREADS
 from servekit.system import procfs, sockets
-from servekit.system.gpu_memory_audit import group_of, stray_memory
-from servekit.system.gpus import Gpu, find_gpus, gpu_memory_by_pid, gpus_in_use
+from servekit.system.gpu.gpu_memory_audit import group_of, stray_memory
+from servekit.system.gpu.gpus import Gpu, find_gpus, gpu_memory_by_pid, gpus_in_use
 
 #: Output lines kept for a later supervisor.
 _MOST_LINES = 2000

@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from servekit.protocol.ray_messages import PlaceWorker, Start
+from servekit.protocol.control.ray_messages import PlaceWorker, Start
 from servekit.ray.process import placement_groups
 from servekit.ray.process.actor import ActorEvents, ActorState, Figures, ProcessActor
 from servekit.ray.process.node_checks import NodeChecks

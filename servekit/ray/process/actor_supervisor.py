@@ -17,9 +17,10 @@ import subprocess
 import sys
 import time
 
-from servekit.system import cgroup, python_command, subreaper
+from servekit.system import cgroup, subreaper
 from servekit.system.orphan_cleanup import kill_marked
 from servekit.system.parent_death import CHILD_MARK
+from servekit.system.python import python_command
 from servekit.system.rlimits import raise_file_limit
 
 #: Poll interval without pidfds.

@@ -20,9 +20,9 @@ import ray
 import structlog
 from msgspec.structs import replace
 
-from servekit.protocol import ray_messages as c
+from servekit.protocol.control import ray_messages as c
+from servekit.protocol.control.ray_messages import Node, ToCluster
 from servekit.protocol.messages import Stop
-from servekit.protocol.ray_messages import Node, ToCluster
 from servekit.protocol.transport.connection import Connection, adopt_socket
 from servekit.ray.process import actor_handle, namespace_lock, nodes
 from servekit.ray.process.actor import ActorEvents

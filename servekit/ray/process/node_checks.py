@@ -14,7 +14,7 @@ from typing import Any
 
 import structlog
 
-from servekit.protocol.ray_messages import Node, NodeRequirements, PlaceWorker
+from servekit.protocol.control.ray_messages import Node, NodeRequirements, PlaceWorker
 from servekit.ray.node_inventory import own_versions
 from servekit.ray.node_requirements import why_unfit
 from servekit.ray.process import nodes

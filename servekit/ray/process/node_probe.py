@@ -12,8 +12,8 @@ import msgspec
 
 from servekit.config.engines.installed import install_command
 from servekit.config.engines.options import KINDS
-from servekit.protocol.ray_messages import Node, NodeRequirements, RemoteGpu
-from servekit.system.gpus import Gpu, find_gpus
+from servekit.protocol.control.ray_messages import Node, NodeRequirements, RemoteGpu
+from servekit.system.gpu.gpus import Gpu, find_gpus
 
 _ANSWER_S = 60.0
 _ASK = "import servekit; print(servekit.__version__)"

@@ -12,8 +12,8 @@ import ray
 from msgspec.structs import replace
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from servekit.protocol import ray_messages as c
-from servekit.protocol.ray_messages import Node
+from servekit.protocol.control import ray_messages as c
+from servekit.protocol.control.ray_messages import Node
 from servekit.ray.process.node_probe import probe_node
 
 #: Ray announces a new node a moment before it can run tasks there.

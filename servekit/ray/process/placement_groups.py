@@ -20,7 +20,7 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from servekit.protocol.ray_messages import PlaceWorker
+from servekit.protocol.control.ray_messages import PlaceWorker
 from servekit.ray.process.node_checks import AGAIN_S, NodeChecks
 from servekit.ray.process.node_selection import all_of, waiting_for
 

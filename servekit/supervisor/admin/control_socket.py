@@ -12,6 +12,8 @@ import structlog
 
 from servekit.errors import ConfigError, ServekitError, StartError
 from servekit.protocol.adapters import AddAdapter, GetAdapters, RemoveAdapter
+from servekit.protocol.control.metrics_messages import GetMetrics
+from servekit.protocol.control.remote_gateway import AdminRequest, AdminResponse
 from servekit.protocol.messages import (
     Accepted,
     CreateLink,
@@ -26,8 +28,6 @@ from servekit.protocol.messages import (
     Shutdown,
     ToSupervisor,
 )
-from servekit.protocol.metrics_messages import GetMetrics
-from servekit.protocol.remote_gateway import AdminRequest, AdminResponse
 from servekit.protocol.residency import SetResidency
 from servekit.protocol.transport.connection import Connection, listen_at
 from servekit.protocol.transport.rpc import ask_supervisor

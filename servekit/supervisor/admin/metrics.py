@@ -14,8 +14,8 @@ from typing import Any, get_args
 
 from servekit import metrics
 from servekit.protocol.adapters import AdapterState
+from servekit.protocol.control.metrics_messages import Counted, Figures, GetMetrics, Series
 from servekit.protocol.messages import ModelStatus, Status, WorkerState
-from servekit.protocol.metrics_messages import Counted, Figures, GetMetrics, Series
 from servekit.protocol.residency import Residency
 from servekit.supervisor.deployments.deployment_manager import DeploymentManager
 from servekit.supervisor.gateway_process import Gateway

@@ -21,8 +21,8 @@ from servekit.supervisor.lifecycle.managed_process import AnyChild, ManagedProce
 from servekit.supervisor.pace import Pace
 from servekit.supervisor.process.run_dir import RunDir
 from servekit.system import procfs, shared_memory, subreaper
-from servekit.system.gpu_memory_audit import one_look, pids_by_group
-from servekit.system.gpus import gpu_memory_by_pid, gpus_in_use
+from servekit.system.gpu.gpu_memory_audit import one_look, pids_by_group
+from servekit.system.gpu.gpus import gpu_memory_by_pid, gpus_in_use
 from servekit.system.orphan_cleanup import MARK, Started
 from servekit.system.procfs import Process
 from servekit.system.rlimits import count_open_files, is_shortage

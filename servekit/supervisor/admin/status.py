@@ -8,7 +8,7 @@ from typing import Any
 from servekit.config.engines.options import CommandOptions, OpenAIOptions
 from servekit.config.schema import ModelConfig
 from servekit.errors import did_you_mean
-from servekit.protocol.admin_messages import ModelTraffic
+from servekit.protocol.control.admin_messages import ModelTraffic
 from servekit.protocol.messages import GpuStatus, ModelStatus, Refused, ReplicaHistory, Why
 from servekit.protocol.residency import ResidencyStatus
 from servekit.supervisor.deployments.deployment import Deployment

@@ -14,7 +14,7 @@ from typing import Any
 
 import structlog
 
-from servekit.config.scale import ReplicaRange
+from servekit.config.sections.scale import ReplicaRange
 from servekit.protocol.types import ScaleStatus
 from servekit.supervisor.autoscaling import policy
 from servekit.supervisor.autoscaling.capacity import CapacityProvider, NoCapacity

@@ -19,7 +19,7 @@ from servekit.supervisor.scheduling.memory_requests import room_bytes
 from servekit.supervisor.scheduling.placement import allowed
 from servekit.supervisor.scheduling.shared_placement import want_of
 from servekit.system import cgroup
-from servekit.system.gpus import Slot
+from servekit.system.gpu.gpus import Slot
 from servekit.units import format_bytes
 
 #: Host memory that one more replica must leave free.

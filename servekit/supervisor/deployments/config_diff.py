@@ -17,10 +17,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from servekit.config.scale import ReplicaRange
 from servekit.config.schema import Config, ModelConfig
+from servekit.config.sections.scale import ReplicaRange
 from servekit.supervisor.scheduling.memory_requests import Assignment, device
-from servekit.system.gpus import Slot
+from servekit.system.gpu.gpus import Slot
 
 Kind = Literal["unchanged", "updated", "adapted", "scaled", "replaced", "removed", "added"]
 #: The GPUs of each replica of a model.

@@ -32,7 +32,7 @@ from servekit.supervisor.scheduling.memory_requests import Assignment, least
 from servekit.supervisor.workers.fork_server import ForkServerPool
 from servekit.supervisor.workers.gpu_memory import Entry
 from servekit.supervisor.workers.worker_process import WorkerProcess
-from servekit.system.gpus import Slot
+from servekit.system.gpu.gpus import Slot
 
 log: Any = structlog.get_logger("servekit.supervisor")
 

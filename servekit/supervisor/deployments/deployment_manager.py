@@ -21,7 +21,7 @@ from servekit.supervisor.lifecycle.exit_history import StartReason
 from servekit.supervisor.lifecycle.managed_process import SupervisorContext
 from servekit.supervisor.workers.fork_server import ForkServer
 from servekit.supervisor.workers.worker_process import WorkerProcess
-from servekit.system.gpus import Gpu
+from servekit.system.gpu.gpus import Gpu
 
 log: Any = structlog.get_logger("servekit.supervisor")
 

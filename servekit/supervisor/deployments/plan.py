@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from servekit.config.cluster import RayConfig
 from servekit.config.engines.installed import Machine
 from servekit.config.engines.selection import EngineChoice
 from servekit.config.load import error_at, load_here
 from servekit.config.schema import Config, ModelConfig
+from servekit.config.sections.cluster import RayConfig
 from servekit.errors import ConfigError, did_you_mean
 from servekit.protocol.messages import AccessRules
 from servekit.supervisor import access_rules as access
@@ -25,7 +25,7 @@ from servekit.supervisor.scheduling.memory_requests import (
 )
 from servekit.supervisor.scheduling.placement import place, placed_elsewhere
 from servekit.system import cgroup
-from servekit.system.gpus import Gpu, Slot
+from servekit.system.gpu.gpus import Gpu, Slot
 
 #: A file that was changed this recently may be half written; and the longest wait for it.
 _AT_REST_S = 0.5

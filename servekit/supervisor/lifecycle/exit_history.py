@@ -15,7 +15,7 @@ from typing import Any
 import structlog
 from msgspec.structs import replace
 
-from servekit.protocol.startup_messages import (
+from servekit.protocol.control.startup_messages import (
     Cause,
     GatewayConnected,
     Phase,

@@ -46,7 +46,7 @@ from servekit.supervisor.lifecycle.remote_process import AnyChild as AnyChild
 from servekit.supervisor.lifecycle.restart_policy import CircuitBreaker, RestartPolicy
 from servekit.supervisor.process.child_process import GOODBYE_S, ChildProcess, Command, Exit
 from servekit.supervisor.process.run_dir import RunDir
-from servekit.system.installation import UPGRADED, was_upgraded
+from servekit.system.python.installation import UPGRADED, was_upgraded
 from servekit.system.shared_memory import Segment
 
 if TYPE_CHECKING:

@@ -27,8 +27,8 @@ from msgspec.structs import replace as changed
 
 from servekit.errors import WireError
 from servekit.protocol.adapters import AdapterSpec, SetAdapters
+from servekit.protocol.control.startup_messages import GatewayConnected, PhaseReport
 from servekit.protocol.messages import PROTOCOL, Hello, Ping, WorkerSpec
-from servekit.protocol.startup_messages import GatewayConnected, PhaseReport
 from servekit.protocol.transport.certificate_holder import CertificateHolder
 from servekit.protocol.transport.connection import LOST_S, Connection, dial_address
 from servekit.protocol.transport.credentials import Role

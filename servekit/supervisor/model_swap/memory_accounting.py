@@ -17,7 +17,7 @@ from servekit.supervisor.deployments.deployment import Deployment
 from servekit.supervisor.scheduling.gpu_reservations import GpuReservations
 from servekit.supervisor.scheduling.memory_requests import claims_of, room_bytes
 from servekit.system import cgroup
-from servekit.system.gpus import Gpu
+from servekit.system.gpu.gpus import Gpu
 
 CPU = "cpu"
 #: Place of the host memory that is really available, less a margin.

@@ -26,15 +26,16 @@ from typing import IO, Any, Generic, TypeVar
 import msgspec
 import structlog
 
-from servekit.protocol.fork_server import MARK_CHARS
+from servekit.protocol.control.fork_server import MARK_CHARS
 from servekit.protocol.messages import PROTOCOL
 from servekit.protocol.transport.connection import Connection, adopt_socket
 from servekit.supervisor.process.log_capture import OnLine, Output, RotatingFile
-from servekit.system import cgroup, procfs, python_command, shared_memory, subreaper
-from servekit.system.gpu_memory_audit import group_of
-from servekit.system.installation import PROTOCOL_VARIABLE
+from servekit.system import cgroup, procfs, shared_memory, subreaper
+from servekit.system.gpu.gpu_memory_audit import group_of
 from servekit.system.orphan_cleanup import kill_marked
 from servekit.system.parent_death import CHILD_MARK
+from servekit.system.python import python_command
+from servekit.system.python.installation import PROTOCOL_VARIABLE
 from servekit.system.shared_memory import Segment
 from servekit.system.subreaper import Forked, Process
 

@@ -11,8 +11,8 @@ from servekit.config.engines.environments import Environment, adapt_kind, read_e
 from servekit.config.engines.options import KINDS, EngineKind
 from servekit.config.schema import ModelConfig
 from servekit.supervisor.scheduling.memory_requests import Assignment
-from servekit.system import worker_code
 from servekit.system.orphan_cleanup import MARK
+from servekit.system.python import worker_code
 
 _ALWAYS = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # NVML's order, so that indexes in messages agree

@@ -21,13 +21,14 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from servekit.system import python_command, shared_memory, subreaper
+from servekit.system import shared_memory, subreaper
 from servekit.system.orphan_cleanup import (
     MARK,
     end_leftovers,
     read_children,
     unmark_by_limit,
 )
+from servekit.system.python import python_command
 
 #: How long to search: a child that was between fork and exec when its parent died carries its mark
 #: a moment later.

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from servekit.system.gpus import Gpu, Slot
+from servekit.system.gpu.gpus import Gpu, Slot
 
 STEPS = 4_000
 #: Up to this many combinations of GPUs for one worker are all tried; beyond, only neighbours.

@@ -21,7 +21,7 @@ from servekit.supervisor.deployments.plan import Plan
 from servekit.supervisor.scheduling import local_model_files, memory_estimator, model_files
 from servekit.supervisor.scheduling.memory_estimator import Estimate
 from servekit.supervisor.scheduling.memory_requests import Misplaced
-from servekit.system import python_command
+from servekit.system.python import python_command
 
 #: Timeout of the queries, which run in parallel.
 PATIENCE_S = 8.0

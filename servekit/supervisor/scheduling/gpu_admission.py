@@ -23,8 +23,8 @@ import structlog
 from servekit.supervisor.scheduling.gpu_reservations import GpuReservations, InsufficientMemory
 from servekit.supervisor.scheduling.memory_requests import CONTEXT_BYTES, Assignment
 from servekit.system import procfs
-from servekit.system.gpu_memory_audit import group_of, one_look
-from servekit.system.gpus import Gpu, Holdings, free_bytes, gpu_memory_by_pid
+from servekit.system.gpu.gpu_memory_audit import group_of, one_look
+from servekit.system.gpu.gpus import Gpu, Holdings, free_bytes, gpu_memory_by_pid
 from servekit.units import format_bytes
 
 log: Any = structlog.get_logger("servekit.supervisor")

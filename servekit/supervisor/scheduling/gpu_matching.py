@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from servekit.config.schema import ModelConfig
 from servekit.supervisor.scheduling.memory_requests import Misplaced, least
-from servekit.system.gpus import Gpu, Slot
+from servekit.system.gpu.gpus import Gpu, Slot
 
 
 class Matching:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from servekit.errors import ServekitError
 from servekit.supervisor.scheduling.memory_requests import reserve_bytes
-from servekit.system.gpus import Gpu
+from servekit.system.gpu.gpus import Gpu
 from servekit.units import format_bytes
 
 

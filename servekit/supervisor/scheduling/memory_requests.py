@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from servekit.config import memory
-from servekit.config.scale import ReplicaRange
 from servekit.config.schema import ModelConfig
+from servekit.config.sections.scale import ReplicaRange
 from servekit.errors import ConfigError
-from servekit.system.gpus import Gpu, Slot, on_node
+from servekit.system.gpu.gpus import Gpu, Slot, on_node
 from servekit.units import format_bytes
 
 #: A CUDA context with the kernels of torch's linear algebra.

@@ -32,7 +32,7 @@ from servekit.supervisor.scheduling.memory_requests import (
     with_fixed_replicas,
 )
 from servekit.supervisor.scheduling.shared_placement import place_shared
-from servekit.system.gpus import Gpu, Slot, match_gpu
+from servekit.system.gpu.gpus import Gpu, Slot, match_gpu
 
 
 def place(

@@ -12,7 +12,7 @@ from servekit.supervisor.scheduling.memory_requests import (
     least,
     room_bytes,
 )
-from servekit.system.gpus import Gpu, Slot
+from servekit.system.gpu.gpus import Gpu, Slot
 from servekit.units import format_bytes
 
 

@@ -23,8 +23,8 @@ import structlog
 
 from servekit.config.engines.options import KINDS
 from servekit.config.schema import ModelConfig
-from servekit.protocol import fork_server
-from servekit.protocol.fork_server import Fork, FromStandby, NotForked, Prepared
+from servekit.protocol.control import fork_server
+from servekit.protocol.control.fork_server import Fork, FromStandby, NotForked, Prepared
 from servekit.protocol.messages import BootFailed, Load, ReplicaStatus, Stop
 from servekit.supervisor.deployments.config_diff import same_worker
 from servekit.supervisor.lifecycle.exit_history import StartReason
@@ -35,7 +35,7 @@ from servekit.supervisor.scheduling.memory_requests import Assignment
 from servekit.supervisor.workers.worker_process import WorkerProcess
 from servekit.supervisor.workers.worker_spec import make_worker_spec
 from servekit.system import cgroup, subreaper
-from servekit.system.gpus import Slot
+from servekit.system.gpu.gpus import Slot
 from servekit.system.subreaper import Forked
 
 log: Any = structlog.get_logger("servekit.supervisor")

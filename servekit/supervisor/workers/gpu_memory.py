@@ -10,13 +10,13 @@ from typing import Any
 import structlog
 from msgspec.structs import replace
 
+from servekit.protocol.control.ray_messages import Measured, RemoteGpu
 from servekit.protocol.messages import GpuStatus
-from servekit.protocol.ray_messages import Measured, RemoteGpu
 from servekit.supervisor.event_log import journal
 from servekit.supervisor.scheduling.gpu_admission import NOTHING, GpuAdmission
 from servekit.supervisor.scheduling.memory_requests import Assignment
-from servekit.system.gpu_memory_audit import find_strays, group_of, held_bytes, stray_memory
-from servekit.system.gpus import Gpu, Holdings, Slot, gpu_memory_by_pid
+from servekit.system.gpu.gpu_memory_audit import find_strays, group_of, held_bytes, stray_memory
+from servekit.system.gpu.gpus import Gpu, Holdings, Slot, gpu_memory_by_pid
 from servekit.units import format_bytes
 
 log: Any = structlog.get_logger("servekit.supervisor")

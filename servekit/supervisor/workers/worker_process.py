@@ -22,6 +22,7 @@ from servekit.protocol.adapters import (
     LoadAdapter,
     UnloadAdapter,
 )
+from servekit.protocol.control.startup_messages import GATE, GatewayConnected, PhaseReport
 from servekit.protocol.messages import (
     BootFailed,
     EngineDied,
@@ -38,7 +39,6 @@ from servekit.protocol.messages import (
     ReplicaStatus,
 )
 from servekit.protocol.residency import Asleep, Awake, Sleep, SleepFailed, Wake
-from servekit.protocol.startup_messages import GATE, GatewayConnected, PhaseReport
 from servekit.supervisor.adapters.rollout import Adapters
 from servekit.supervisor.adapters.state import Outcome, Refusal
 from servekit.supervisor.event_log import journal
@@ -58,7 +58,7 @@ from servekit.supervisor.scheduling.memory_requests import Assignment
 from servekit.supervisor.workers.gpu_memory import Entry, GpuMemory, RemoteGpus
 from servekit.supervisor.workers.pending_requests import Answer, PendingRequests
 from servekit.supervisor.workers.worker_spec import digest_settings, make_worker_spec
-from servekit.system.gpus import Gpu, Holdings
+from servekit.system.gpu.gpus import Gpu, Holdings
 from servekit.system.subreaper import Fork
 
 log: Any = structlog.get_logger("servekit.supervisor")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from servekit.bench.aggregator import Machine, Tally
 from servekit.bench.client.client_protocol import Ended, Record, Report
+from servekit.bench.output.result import VERSION, Result
 from servekit.bench.percentiles import bucket_of
-from servekit.bench.result import VERSION, Result
 
 ASKED: dict[str, object] = {
     "model": "<m>",

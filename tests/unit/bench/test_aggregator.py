@@ -6,7 +6,7 @@ import pytest
 
 from servekit.bench.aggregator import Machine, Tally
 from servekit.bench.client.client_protocol import Ended, Record, Report
-from servekit.bench.result import Run
+from servekit.bench.output.result import Run
 
 
 def ok(began: float, ended: float, tokens: int | None = 10, chunks: int = 5) -> Record:

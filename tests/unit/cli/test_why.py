@@ -10,8 +10,8 @@ from rich.console import Console
 
 from servekit.cli.why import explain_state, why_tables
 from servekit.protocol.adapters import AdapterInfo, AdapterStatus
+from servekit.protocol.control.startup_messages import Phase, Start
 from servekit.protocol.messages import ReplicaHistory, Why
-from servekit.protocol.startup_messages import Phase, Start
 from servekit.protocol.types import ExitRecord
 from servekit.sanitize import strip_controls
 

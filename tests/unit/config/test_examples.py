@@ -10,7 +10,7 @@ from servekit.config.load import load_config
 from servekit.errors import ConfigError
 from servekit.supervisor.deployments.plan import Source
 from servekit.supervisor.scheduling.placement import place
-from servekit.system.gpus import Gpu
+from servekit.system.gpu.gpus import Gpu
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 GIB = 2**30

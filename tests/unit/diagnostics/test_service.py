@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 from servekit.config.engines.options import KINDS
 from servekit.diagnostics.finding import Finding
 from servekit.diagnostics.service import check_port, check_service
-from servekit.system.gpus import Gpu
+from servekit.system.gpu.gpus import Gpu
 from tests.engine_environment import add_package, make_environment
 from tests.integration.instance import echo, write_config
 

@@ -74,7 +74,7 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def bindings() -> list[str]:
     """The packages with llama.cpp that are installed here; at least the one that tests need."""
-    from servekit.engines.llamacpp.bindings import MODULES
+    from servekit.engines.llamacpp.library.bindings import MODULES
 
     return [name for name, module in MODULES.items() if find_spec(module)] or ["xllamacpp"]
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean, quantiles
 
-from servekit.gateway.routing.load_balancer import Account, Balancer
-from servekit.gateway.routing.prefix_index import hash_prompt
+from servekit.gateway.routing.balancing.load_balancer import Account, Balancer
+from servekit.gateway.routing.balancing.prefix_index import hash_prompt
 from servekit.gateway.routing.request import InflightRequest
 from servekit.protocol.messages import ChatMessage, ModelInfo, ModelStatus, SamplingParams
 

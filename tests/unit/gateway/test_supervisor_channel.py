@@ -12,6 +12,7 @@ import pytest
 
 from servekit.errors import WireError
 from servekit.gateway.supervisor_channel import TcpChannel
+from servekit.protocol.control.remote_gateway import AdminRequest, AdminResponse, FromRemoteGateway
 from servekit.protocol.messages import (
     PROTOCOL,
     FromGateway,
@@ -22,7 +23,6 @@ from servekit.protocol.messages import (
     Topology,
     Traffic,
 )
-from servekit.protocol.remote_gateway import AdminRequest, AdminResponse, FromRemoteGateway
 from servekit.protocol.residency import ModelDemand
 from servekit.protocol.transport.address import tcp_address
 from servekit.protocol.transport.certificate_holder import CertificateHolder

@@ -13,8 +13,8 @@ import pytest
 from servekit.gateway.http.limits import LIMITS, Sweep
 from servekit.gateway.routing.router import Router
 from servekit.gateway.traffic_reporter import TRAFFIC_EVERY_S, TrafficReporter
+from servekit.protocol.control.metrics_messages import Counted
 from servekit.protocol.messages import Traffic
-from servekit.protocol.metrics_messages import Counted
 from tests.passing_time import Clock, passing_time
 
 

@@ -17,6 +17,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from servekit.errors import WireError
+from servekit.protocol.control.remote_gateway import (
+    AdminRequest,
+    CertificateUpdate,
+    FromRemoteGateway,
+    ToRemoteGateway,
+)
 from servekit.protocol.messages import (
     FromGateway,
     FromWorker,
@@ -32,12 +38,6 @@ from servekit.protocol.messages import (
     ToSupervisor,
     ToWorker,
     WorkerToGateway,
-)
-from servekit.protocol.remote_gateway import (
-    AdminRequest,
-    CertificateUpdate,
-    FromRemoteGateway,
-    ToRemoteGateway,
 )
 from servekit.protocol.transport.connection import FIRST_FRAME_BYTES, Connection
 from servekit.protocol.transport.resumable_channel import Attach

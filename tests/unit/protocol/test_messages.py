@@ -8,6 +8,13 @@ import msgspec
 import pytest
 
 from servekit.protocol import messages
+from servekit.protocol.control.remote_gateway import (
+    AdminRequest,
+    AdminResponse,
+    CertificateUpdate,
+    FromRemoteGateway,
+    ToRemoteGateway,
+)
 from servekit.protocol.messages import (
     Delta,
     DeltaBatch,
@@ -26,13 +33,6 @@ from servekit.protocol.messages import (
     ToWorker,
     WorkerSpec,
     WorkerToGateway,
-)
-from servekit.protocol.remote_gateway import (
-    AdminRequest,
-    AdminResponse,
-    CertificateUpdate,
-    FromRemoteGateway,
-    ToRemoteGateway,
 )
 
 UNIONS: list[Any] = [

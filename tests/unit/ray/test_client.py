@@ -13,9 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from servekit.config.cluster import RayConfig
-from servekit.protocol.messages import Stop
-from servekit.protocol.ray_messages import (
+from servekit.config.sections.cluster import RayConfig
+from servekit.protocol.control.ray_messages import (
     ClusterJoined,
     Exited,
     InspectNodes,
@@ -28,6 +27,7 @@ from servekit.protocol.ray_messages import (
     PlacementWaits,
     RequestFailed,
 )
+from servekit.protocol.messages import Stop
 from servekit.ray.client import Cluster, Unable
 from tests.polling import poll_async
 from tests.unit.supervisor.test_gateway_process import Alone

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from servekit.config.schema import ModelConfig
-from servekit.protocol.ray_messages import Node
+from servekit.protocol.control.ray_messages import Node
 from servekit.ray.node_requirements import (
     Need,
     Versions,

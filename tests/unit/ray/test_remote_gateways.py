@@ -20,8 +20,11 @@ from typing import Any
 import httpx
 import pytest
 
-from servekit.config.access import TlsConfig
 from servekit.config.schema import ServerConfig
+from servekit.config.sections.access import TlsConfig
+from servekit.protocol.control.metrics_messages import Figures, Series
+from servekit.protocol.control.ray_messages import Node
+from servekit.protocol.control.remote_gateway import AdminRequest, AdminResponse
 from servekit.protocol.messages import (
     AccessRules,
     ModelStatus,
@@ -29,9 +32,6 @@ from servekit.protocol.messages import (
     Stop,
     Topology,
 )
-from servekit.protocol.metrics_messages import Figures, Series
-from servekit.protocol.ray_messages import Node
-from servekit.protocol.remote_gateway import AdminRequest, AdminResponse
 from servekit.protocol.transport.certificate_holder import CertificateHolder
 from servekit.protocol.transport.tls import Authority
 from servekit.ray.actors import StartOrder

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from servekit.config import keys
-from servekit.config.access import KeyConfig
 from servekit.config.schema import Config, ModelConfig, PresetConfig, ServerConfig
+from servekit.config.sections.access import KeyConfig
 from servekit.supervisor.access_rules import (
     KeyMissing,
     check_handed,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from servekit.config.access import KeyConfig
-from servekit.protocol.metrics_messages import Series
+from servekit.config.sections.access import KeyConfig
+from servekit.protocol.control.metrics_messages import Series
 from servekit.supervisor import usage_ledger
 from servekit.supervisor.usage_ledger import UsageLedger
 from servekit.usage_store import FILE, read_usage

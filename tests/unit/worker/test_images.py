@@ -18,7 +18,7 @@ from servekit.protocol.messages import (
     Media,
     SamplingParams,
 )
-from servekit.worker.request_preparation import pack_ids
+from servekit.worker.preparation.request_preparation import pack_ids
 from tests.unit.engines.harness import write_tiny_llama
 from tests.unit.engines.seeing_model import TOKENS_PER_IMAGE, write_seeing_model
 from tests.unit.engines.transformers.vision.pictures import BLUE, HISTORY, NONE, ONE, RED, say

@@ -28,7 +28,7 @@ from servekit.protocol.messages import (
     WorkerToGateway,
 )
 from servekit.protocol.transport.connection import Connection, dial_address, listen_at
-from servekit.worker.request_preparation import LONG_PROMPT_CHARS
+from servekit.worker.preparation.request_preparation import LONG_PROMPT_CHARS
 from servekit.worker.runner import Runner
 from tests.unit.gateway.conftest import DEADLINE_S, until
 

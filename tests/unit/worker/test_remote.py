@@ -19,6 +19,7 @@ from servekit.protocol.adapters import (
     AdapterUnloaded,
     SetAdapters,
 )
+from servekit.protocol.control.startup_messages import Phase, PhaseReport
 from servekit.protocol.messages import (
     PROTOCOL,
     Drain,
@@ -35,7 +36,6 @@ from servekit.protocol.messages import (
     ToWorker,
     WorkerSpec,
 )
-from servekit.protocol.startup_messages import Phase, PhaseReport
 from servekit.protocol.transport import remote_server as module
 from servekit.protocol.transport.connection import Connection, dial_address
 from servekit.protocol.transport.credentials import Role

@@ -25,6 +25,7 @@ from servekit.engines.api.base import Engine, Job, Load, Report, StepOutput
 from servekit.engines.api.text_engine import TextEngine, TextJob
 from servekit.engines.echo.run import EchoCodec
 from servekit.errors import EngineFailed, LoadError
+from servekit.protocol.control.startup_messages import GATE
 from servekit.protocol.messages import (
     PROTOCOL,
     BootFailed,
@@ -50,7 +51,6 @@ from servekit.protocol.messages import (
 )
 from servekit.protocol.messages import Load as LoadModel
 from servekit.protocol.residency import Asleep, Awake, Sleep, Wake
-from servekit.protocol.startup_messages import GATE
 from servekit.protocol.transport.connection import Connection, adopt_socket, dial_address
 from servekit.worker import worker as module
 from servekit.worker.runner import Runner

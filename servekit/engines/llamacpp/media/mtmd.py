@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from servekit.engines.llamacpp.capi import Functions, Library, LogCallback, LogListener
-from servekit.engines.llamacpp.struct_layouts import Layout, fill_copy, recognise_default
+from servekit.engines.llamacpp.library.capi import Functions, Library, LogCallback, LogListener
+from servekit.engines.llamacpp.library.struct_layouts import Layout, fill_copy, recognise_default
 from servekit.errors import LoadError, RequestError
 from servekit.protocol.types import Modality
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from servekit.engines.api.base import Report
 from servekit.engines.api.load_phases import phase
-from servekit.engines.llamacpp.bindings import FLASH_ATTENTION, Binding, Settings
+from servekit.engines.llamacpp.library.bindings import FLASH_ATTENTION, Binding, Settings
 from servekit.engines.llamacpp.media.mtmd import Projector, open_mtmd
 from servekit.engines.llamacpp.model import Model
 from servekit.engines.media.media_warnings import warn_unavailable

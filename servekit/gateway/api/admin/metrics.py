@@ -1,8 +1,9 @@
 """GET /metrics: the metrics of the whole instance, from whichever gateway is asked.
 
 For each page the gateway asks the supervisor, which adds up the metrics of all processes
-(`servekit.protocol.metrics_messages`). Figures of one gateway alone, or cached ones, could be lower
-than what another gateway has just returned, and Prometheus takes a lower counter for a restart.
+(`servekit.protocol.control.metrics_messages`). Figures of one gateway alone, or cached ones, could
+be lower than what another gateway has just returned, and Prometheus takes a lower counter for a
+restart.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from servekit.metrics import METRICS, Metric
-from servekit.protocol.metrics_messages import Figures, GetMetrics, Series
+from servekit.protocol.control.metrics_messages import Figures, GetMetrics, Series
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric as Family

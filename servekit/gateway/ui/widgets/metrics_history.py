@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from servekit.metrics import BY_NAME
+from servekit.protocol.control.metrics_messages import Series
 from servekit.protocol.messages import Status
-from servekit.protocol.metrics_messages import Series
 
 #: A GPU: its node ("" for this machine), and its index there.
 Which = tuple[str, int]

@@ -21,8 +21,8 @@ from servekit.errors import ServekitError
 from servekit.gateway.api.admin.endpoints import Supervisor
 from servekit.gateway.routing.router import Router
 from servekit.gateway.ui.widgets.metrics_history import Sample, make_sample
+from servekit.protocol.control.metrics_messages import Figures, GetMetrics
 from servekit.protocol.messages import GetStatus, ModelStatus, ReplicaStatus, Status
-from servekit.protocol.metrics_messages import Figures, GetMetrics
 from servekit.system.timers import next_tick_s
 
 log: Any = structlog.get_logger("servekit.gateway")

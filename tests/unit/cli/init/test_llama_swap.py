@@ -13,7 +13,7 @@ from servekit.cli.init.llama_swap import convert_file
 from servekit.config.load import load_config
 from servekit.config.schema import Config, ModelConfig
 from servekit.errors import ConfigError
-from servekit.system.gpus import Gpu
+from servekit.system.gpu.gpus import Gpu
 
 GPUS = tuple(Gpu(i, f"GPU-{i}", "H100", 80 * 2**30, 80 * 2**30) for i in range(4))
 EXAMPLE = """

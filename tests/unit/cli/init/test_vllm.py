@@ -12,7 +12,7 @@ from servekit.cli.init.vllm import convert_command
 from servekit.config.load import load_config
 from servekit.config.schema import ModelConfig, ServerConfig
 from servekit.errors import ConfigError
-from servekit.system.gpus import Gpu
+from servekit.system.gpu.gpus import Gpu
 
 GPUS = tuple(Gpu(i, f"GPU-{i}", "H100", 80 * 2**30, 80 * 2**30) for i in range(4))
 NATIVE = r"""

@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from servekit.cli.top.sampler import Sampler, View
 from servekit.cli.top.view import _HEAD, draw_view
 from servekit.event_store import Event
-from servekit.protocol.admin_messages import ModelTraffic
+from servekit.protocol.control.admin_messages import ModelTraffic
 from servekit.protocol.messages import GatewayStatus, ModelStatus, ReplicaStatus, Status
 from servekit.protocol.residency import ResidencyStatus
 from servekit.protocol.types import GpuStatus

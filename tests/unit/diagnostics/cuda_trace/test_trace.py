@@ -191,7 +191,7 @@ def test_native_code_is_noticed_by_the_device_it_maps(
     code = f"""
 import ctypes, pathlib, sys
 from servekit.diagnostics.cuda_trace import recorder
-from servekit.system import import_chain as chain
+from servekit.system.python import import_chain as chain
 folder = pathlib.Path({str(tmp_path)!r})
 sys.path.insert(0, str(folder))
 libc = ctypes.CDLL(None)

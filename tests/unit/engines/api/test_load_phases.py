@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from servekit.engines.api.load_phases import heard_by, phase
-from servekit.protocol.startup_messages import Phase
+from servekit.protocol.control.startup_messages import Phase
 
 
 @pytest.fixture

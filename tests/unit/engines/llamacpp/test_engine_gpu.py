@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from servekit.engines.llamacpp.bindings import open_binding
+from servekit.engines.llamacpp.library.bindings import open_binding
 from tests.unit.engines.conftest import SMOLLM2, llamacpp
 from tests.unit.engines.harness import Harness
 from tests.unit.engines.llamacpp.test_engine_smollm2 import (

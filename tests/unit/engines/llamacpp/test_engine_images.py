@@ -22,8 +22,8 @@ from PIL import Image as Pillow
 from safetensors.numpy import load_file
 
 from servekit.engines.llamacpp import loading
-from servekit.engines.llamacpp.bindings import open_binding
 from servekit.engines.llamacpp.engine import LlamaCppEngine
+from servekit.engines.llamacpp.library.bindings import open_binding
 from servekit.engines.llamacpp.media import chunk_encoder
 from servekit.engines.llamacpp.media.media_prompts import MediaEncoder
 from servekit.engines.llamacpp.media.mtmd import MediaChunk, Projector

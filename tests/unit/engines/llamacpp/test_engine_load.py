@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from servekit.engines.llamacpp import bindings
 from servekit.engines.llamacpp.engine import LlamaCppEngine
+from servekit.engines.llamacpp.library import bindings
 from servekit.errors import LoadError
 from servekit.protocol.messages import Progress
 from servekit.system import cgroup

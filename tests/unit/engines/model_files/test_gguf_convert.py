@@ -94,7 +94,7 @@ def test_the_ends_of_a_generation_are_those_that_llama_cpp_takes(tmp_path: Path)
 
 def ends_of_llama_cpp(path: Path) -> set[int]:
     """The ends of a generation by the library itself, which reads the vocabulary alone."""
-    from servekit.engines.llamacpp.bindings import Settings, open_binding
+    from servekit.engines.llamacpp.library.bindings import Settings, open_binding
     from servekit.engines.llamacpp.vocabulary import Vocabulary
 
     binding = open_binding("auto")

@@ -14,7 +14,7 @@ from servekit.engines.transformers.batching.continuous import ContinuousRunner
 from servekit.errors import LoadError
 from tests.unit.engines.harness import PROMPTS, Harness, reference
 from tests.unit.engines.text.test_structured_output import DIGITS, JSON
-from tests.unit.engines.transformers.test_embedding import (
+from tests.unit.engines.transformers.pooling_models.test_embedding import (
     TEXTS,
     bert,
     qwen3,

@@ -27,8 +27,8 @@ from servekit.engines.transformers.batching.continuous import ContinuousRunner
 from servekit.engines.transformers.engine import TransformersEngine
 from servekit.engines.transformers.sequential import StaticRunner
 from servekit.errors import ContextLengthExceeded, LoadError
+from servekit.protocol.control.startup_messages import Phase
 from servekit.protocol.messages import ChatMessage
-from servekit.protocol.startup_messages import Phase
 from tests.unit.engines.harness import (
     PROMPTS,
     Harness,

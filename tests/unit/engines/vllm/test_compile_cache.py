@@ -26,7 +26,8 @@ from vllm import envs
 from vllm.config.utils import hash_factors
 from vllm.engine.arg_utils import EngineArgs
 from vllm.usage.usage_lib import UsageContext
-from servekit.engines.vllm import core_client, engine_args
+from servekit.engines.vllm import engine_args
+from servekit.engines.vllm.core import core_client
 from servekit.protocol.messages import WorkerSpec
 
 folder, ours = Path(sys.argv[1]), sys.argv[2] == "ours"

@@ -32,8 +32,8 @@ from servekit.errors import LoadError, RequestError
 from servekit.protocol.adapters import AdapterSpec
 from servekit.protocol.messages import Grammar, WorkerSpec
 from tests.unit.engines.harness import PROMPTS, Harness, make_spec, reference, write_tiny_llama
-from tests.unit.engines.transformers import test_logit_score as causal
-from tests.unit.engines.transformers import test_pooling as pooling
+from tests.unit.engines.transformers.pooling_models import test_logit_score as causal
+from tests.unit.engines.transformers.pooling_models import test_pooling as pooling
 
 GREEDY: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
 ADAPTERS = ("lora", "rslora", "boft")

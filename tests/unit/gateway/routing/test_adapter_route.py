@@ -20,8 +20,8 @@ from servekit.errors import (
 from servekit.gateway.app import Application
 from servekit.gateway.auth.authorization import ACTING
 from servekit.gateway.routing.adapter_route import AdapterRoute
+from servekit.gateway.routing.failures.quarantine import fingerprint
 from servekit.gateway.routing.model_queue import ModelQueue
-from servekit.gateway.routing.quarantine import fingerprint
 from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.ui.status_html import list_choices
 from servekit.protocol.adapters import (

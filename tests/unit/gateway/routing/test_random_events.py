@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from servekit.errors import RequestError
-from servekit.gateway.routing.quarantine import fingerprint
+from servekit.gateway.routing.failures.quarantine import fingerprint
 from servekit.gateway.routing.router import Router
 from servekit.gateway.routing.worker_connection import WorkerConnection
 from servekit.protocol.messages import (

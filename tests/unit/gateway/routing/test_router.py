@@ -26,9 +26,9 @@ from servekit.errors import (
 )
 from servekit.gateway.auth.authorization import ACTING
 from servekit.gateway.http.request_context import INCOMPLETE, RequestContext
+from servekit.gateway.routing.failures.suspect_sources import Suspect
 from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.routing.router import IncompleteRequest, waiting_of
-from servekit.gateway.routing.suspect_sources import Suspect
 from servekit.protocol.messages import (
     AccessRules,
     ChatMessage,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from servekit.protocol.control.startup_messages import GatewayConnected
 from servekit.protocol.messages import Drain, Loading, Ping, Pong, Progress, Stop
-from servekit.protocol.startup_messages import GatewayConnected
 from servekit.protocol.transport.resumable_channel import MOST_KEPT, ReplayBuffer
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from servekit.protocol.ray_messages import NodeRequirements
+from servekit.protocol.control.ray_messages import NodeRequirements
 from servekit.ray.process import node_probe
 from servekit.ray.process.node_probe import describe_lacks
 

@@ -15,6 +15,8 @@ from servekit.protocol.adapters import (
     GetAdapters,
     RemoveAdapter,
 )
+from servekit.protocol.control.metrics_messages import Figures, GetMetrics, Series
+from servekit.protocol.control.remote_gateway import AdminRequest, AdminResponse
 from servekit.protocol.messages import (
     Accepted,
     CreateLink,
@@ -29,8 +31,6 @@ from servekit.protocol.messages import (
     ToSupervisor,
     Why,
 )
-from servekit.protocol.metrics_messages import Figures, GetMetrics, Series
-from servekit.protocol.remote_gateway import AdminRequest, AdminResponse
 from servekit.protocol.residency import SetResidency
 from servekit.supervisor.admin.control_socket import AdminApi, query_supervisor
 

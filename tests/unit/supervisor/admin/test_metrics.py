@@ -28,7 +28,7 @@ from servekit.supervisor.lifecycle.managed_process import ManagedProcess
 from servekit.supervisor.scheduling.memory_requests import Assignment
 from servekit.supervisor.workers.gpu_memory import GpuMemory
 from servekit.supervisor.workers.worker_process import WorkerProcess
-from servekit.system.gpus import Gpu
+from servekit.system.gpu.gpus import Gpu
 
 GIB = 2**30
 RETRIES, WAIT = "servekit_retries_total", "servekit_queue_wait_seconds"

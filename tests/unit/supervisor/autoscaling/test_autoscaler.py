@@ -21,7 +21,7 @@ from servekit.supervisor.event_log import journal
 from servekit.supervisor.lifecycle.exit_history import StartReason
 from servekit.supervisor.scheduling.memory_requests import Assignment
 from servekit.supervisor.workers.worker_process import WorkerProcess
-from servekit.system.gpus import Gpu, Slot
+from servekit.system.gpu.gpus import Gpu, Slot
 from tests.unit.supervisor.made_up_deployment import config, info
 
 GPU = Gpu(0, "GPU-0", "H200", 100, 100)

@@ -15,7 +15,7 @@ from servekit.supervisor.deployments.deployment_manager import DeploymentManager
 from servekit.supervisor.scheduling.gpu_reservations import GpuReservations
 from servekit.supervisor.scheduling.memory_requests import claims_of, room_bytes
 from servekit.system import cgroup
-from servekit.system.gpus import Gpu
+from servekit.system.gpu.gpus import Gpu
 
 GIB = 2**30
 GPUS = tuple(Gpu(index, f"GPU-{index}", "H200", 100 * GIB, 100 * GIB) for index in range(3))

@@ -16,7 +16,7 @@ from servekit.supervisor.deployments.config_diff import (
     same_worker,
 )
 from servekit.supervisor.scheduling.placement import place
-from servekit.system.gpus import Gpu
+from servekit.system.gpu.gpus import Gpu
 
 GPUS = tuple(Gpu(i, f"GPU-{i}", "H200", 100, 100) for i in range(4))
 

@@ -19,7 +19,7 @@ from servekit.supervisor.deployments.plan import Plan
 from servekit.supervisor.deployments.worker_pool import WorkerPool
 from servekit.supervisor.lifecycle.managed_process import MemoryFreed
 from servekit.supervisor.workers.worker_process import WorkerProcess
-from servekit.system.gpus import Gpu, Slot
+from servekit.system.gpu.gpus import Gpu, Slot
 from tests.unit.supervisor.lifecycle.test_managed_process import Host
 from tests.unit.supervisor.made_up_deployment import config
 

@@ -16,7 +16,7 @@ from servekit.supervisor.deployments.worker_pool import WorkerPool
 from servekit.supervisor.lifecycle.managed_process import MemoryFreed
 from servekit.supervisor.scheduling.memory_requests import Assignment
 from servekit.supervisor.workers.worker_process import WorkerProcess
-from servekit.system.gpus import Gpu
+from servekit.system.gpu.gpus import Gpu
 from tests.unit.supervisor.lifecycle.test_managed_process import Host
 from tests.unit.supervisor.made_up_deployment import config
 

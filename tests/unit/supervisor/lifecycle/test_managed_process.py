@@ -39,7 +39,7 @@ from servekit.supervisor.process.run_dir import RunDir
 from servekit.supervisor.scheduling.memory_requests import Assignment
 from servekit.supervisor.workers.worker_process import WorkerProcess
 from servekit.system import procfs
-from servekit.system.gpus import Gpu
+from servekit.system.gpu.gpus import Gpu
 from tests.polling import poll_async
 
 GPU = Gpu(0, "GPU-aa", "H200", 10, 10)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from servekit.protocol.control.startup_messages import GatewayConnected, Phase, PhaseReport
 from servekit.protocol.messages import Drain, FromWorker, Load, Ping, Pong, Stop
-from servekit.protocol.startup_messages import GatewayConnected, Phase, PhaseReport
 from servekit.protocol.transport.certificate_holder import CertificateHolder
 from servekit.protocol.transport.tls import Authority, NotTrusted
 from servekit.supervisor.lifecycle import remote_process as module

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from servekit.protocol.startup_messages import GatewayConnected, Phase, PhaseReport, Start
+from servekit.protocol.control.startup_messages import GatewayConnected, Phase, PhaseReport, Start
 from servekit.supervisor.lifecycle.exit_history import StartReason, StartupTiming
 
 

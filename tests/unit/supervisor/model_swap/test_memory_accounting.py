@@ -8,7 +8,7 @@ from servekit.supervisor.model_swap import memory_accounting
 from servekit.supervisor.model_swap.memory_accounting import CPU, RAM
 from servekit.supervisor.scheduling.gpu_reservations import GpuReservations
 from servekit.system import cgroup
-from servekit.system.gpus import Gpu
+from servekit.system.gpu.gpus import Gpu
 from tests.unit.supervisor.made_up_deployment import GIB, MadeUp, config, info
 
 GPUS = tuple(Gpu(i, f"GPU-{i}", "H200", 100 * GIB, 100 * GIB) for i in range(2))

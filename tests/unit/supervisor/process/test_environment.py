@@ -12,7 +12,7 @@ from servekit.supervisor.process.environment import (
     for_worker,
 )
 from servekit.supervisor.scheduling.memory_requests import Assignment
-from servekit.system.gpus import Gpu
+from servekit.system.gpu.gpus import Gpu
 
 BASE = {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0,1", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "7"}
 KIND = KINDS["transformers"]

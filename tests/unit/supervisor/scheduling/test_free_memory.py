@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from servekit.supervisor.scheduling.gpu_admission import SLACK_BYTES, GpuSnapshot, obstacle
-from servekit.system.gpus import Gpu
+from servekit.system.gpu.gpus import Gpu
 
 GIB = 2**30
 GPU = Gpu(0, "GPU-0", "H200", 100 * GIB, 100 * GIB)

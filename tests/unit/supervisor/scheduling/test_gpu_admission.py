@@ -12,7 +12,7 @@ import pytest
 from servekit.supervisor.scheduling.gpu_admission import GpuAdmission, NvmlReading
 from servekit.supervisor.scheduling.gpu_reservations import GpuReservations
 from servekit.supervisor.scheduling.memory_requests import CONTEXT_BYTES, Assignment
-from servekit.system.gpus import Gpu, Slot
+from servekit.system.gpu.gpus import Gpu, Slot
 from tests.polling import poll_async
 
 GIB = 2**30

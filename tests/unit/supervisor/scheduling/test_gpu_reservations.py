@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from servekit.supervisor.scheduling.gpu_reservations import GpuReservations, InsufficientMemory
-from servekit.system.gpus import Gpu
+from servekit.system.gpu.gpus import Gpu
 
 GIB = 2**30
 GPUS = tuple(Gpu(i, f"GPU-{i}", "H200", 100 * GIB, 100 * GIB) for i in range(2))

@@ -19,7 +19,7 @@ from servekit.supervisor.scheduling.memory_estimator import (
 )
 from servekit.supervisor.scheduling.memory_requests import CONTEXT_BYTES, Misplaced
 from servekit.supervisor.scheduling.placement import place
-from servekit.system.gpus import Gpu
+from servekit.system.gpu.gpus import Gpu
 from tests.integration.instance import write_config
 from tests.unit.engines.origins import write_tiny_gguf
 from tests.unit.model_metadata.ctranslate2_file import write_model

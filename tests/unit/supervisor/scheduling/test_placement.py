@@ -12,7 +12,7 @@ from servekit.config.schema import ModelConfig
 from servekit.errors import ConfigError
 from servekit.supervisor.scheduling.memory_requests import Assignment, Misplaced, least
 from servekit.supervisor.scheduling.placement import allowed, place
-from servekit.system.gpus import Gpu
+from servekit.system.gpu.gpus import Gpu
 
 
 def gpus(count: int) -> tuple[Gpu, ...]:

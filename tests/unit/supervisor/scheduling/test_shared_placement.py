@@ -20,7 +20,7 @@ from servekit.supervisor.scheduling.memory_requests import (
     reserve_bytes,
 )
 from servekit.supervisor.scheduling.placement import place
-from servekit.system.gpus import Gpu, Slot
+from servekit.system.gpu.gpus import Gpu, Slot
 
 GIB = 2**30
 #: By model, the indexes of each replica's GPUs.

@@ -18,7 +18,7 @@ from servekit.supervisor.workers import fork_server
 from servekit.supervisor.workers.fork_server import ForkServer, ForkServerPool
 from servekit.supervisor.workers.worker_process import WorkerProcess
 from servekit.system import cgroup
-from servekit.system.gpus import Gpu, Slot
+from servekit.system.gpu.gpus import Gpu, Slot
 
 GPUS = tuple(Gpu(index, f"GPU-{index}", "H200", 10, 10) for index in range(2))
 

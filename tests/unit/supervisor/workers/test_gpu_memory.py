@@ -6,14 +6,14 @@ import os
 
 import structlog
 
+from servekit.protocol.control.ray_messages import Measured, RemoteGpu
 from servekit.protocol.messages import GpuStatus
-from servekit.protocol.ray_messages import Measured, RemoteGpu
 from servekit.supervisor.scheduling.gpu_admission import GpuAdmission, NvmlReading
 from servekit.supervisor.scheduling.gpu_reservations import GpuReservations
 from servekit.supervisor.scheduling.memory_requests import Assignment
 from servekit.supervisor.workers import gpu_memory
 from servekit.supervisor.workers.gpu_memory import Entry, GpuMemory, RemoteGpus
-from servekit.system.gpus import Gpu
+from servekit.system.gpu.gpus import Gpu
 from tests.polling import poll_async
 
 GIB = 2**30

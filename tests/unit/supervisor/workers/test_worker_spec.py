@@ -7,7 +7,7 @@ import pytest
 from servekit.config.schema import ModelConfig
 from servekit.supervisor.scheduling.memory_requests import Assignment
 from servekit.supervisor.workers.worker_spec import digest_settings, make_worker_spec
-from servekit.system.gpus import Gpu
+from servekit.system.gpu.gpus import Gpu
 
 GPUS = tuple(Gpu(index, f"GPU-{index}", "H200", 10, 10) for index in range(2))
 

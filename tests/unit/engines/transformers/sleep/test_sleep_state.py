@@ -11,7 +11,12 @@ import pytest
 from servekit.engines.transformers.sleep.sleep_state import SleepState
 from servekit.errors import EngineFailed, LoadError
 from tests.unit.engines.harness import PROMPTS, Harness
-from tests.unit.engines.transformers.test_embedding import TEXTS, bert, submit, vectors
+from tests.unit.engines.transformers.pooling_models.test_embedding import (
+    TEXTS,
+    bert,
+    submit,
+    vectors,
+)
 
 Make = Callable[..., Harness]
 

@@ -9,8 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.unit.engines.harness import Harness, make_spec
-from tests.unit.engines.transformers import test_logit_score as causal
-from tests.unit.engines.transformers.test_embedding import TEXTS, qwen3, submit, vectors
+from tests.unit.engines.transformers.pooling_models import test_logit_score as causal
+from tests.unit.engines.transformers.pooling_models.test_embedding import (
+    TEXTS,
+    qwen3,
+    submit,
+    vectors,
+)
 
 Opened = Callable[..., AbstractContextManager[Harness]]
 

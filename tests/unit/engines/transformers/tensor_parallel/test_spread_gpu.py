@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from servekit.system.gpus import gpu_memory_by_pid
+from servekit.system.gpu.gpus import gpu_memory_by_pid
 from tests.unit.engines.harness import PROMPTS, Harness, reference
 
 Opened = Callable[..., AbstractContextManager[Harness]]

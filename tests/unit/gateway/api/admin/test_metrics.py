@@ -17,8 +17,8 @@ from servekit.gateway.api.admin.metrics import InTurn, Page
 from servekit.gateway.app import Application
 from servekit.gateway.routing.router import Router
 from servekit.metrics import METRICS
+from servekit.protocol.control.metrics_messages import Series
 from servekit.protocol.messages import AccessRules, KeyRule, Topology
-from servekit.protocol.metrics_messages import Series
 from tests.unit.supervisor.admin.test_control_socket import (
     Answers,
     make_api,

@@ -9,7 +9,7 @@ import pytest
 from servekit.engines.media.recording import decode_recording
 from servekit.errors import RequestError
 from servekit.gateway.http.asgi import too_large
-from servekit.gateway.routing.retry_policy import NOT_RESUMED
+from servekit.gateway.routing.failures.retry_policy import NOT_RESUMED
 from servekit.gateway.routing.router import Router
 from servekit.gateway.ui.pages.language import SAY_ENGLISH, Say
 from servekit.protocol import messages as wire

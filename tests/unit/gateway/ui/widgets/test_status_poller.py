@@ -37,7 +37,8 @@ from servekit.gateway.ui.widgets.status_poller import (
     list_changes,
 )
 from servekit.protocol.adapters import AdapterStatus
-from servekit.protocol.admin_messages import ModelTraffic
+from servekit.protocol.control.admin_messages import ModelTraffic
+from servekit.protocol.control.metrics_messages import Figures, Series
 from servekit.protocol.messages import (
     GatewayStatus,
     GetStatus,
@@ -47,7 +48,6 @@ from servekit.protocol.messages import (
     Status,
     Topology,
 )
-from servekit.protocol.metrics_messages import Figures, Series
 from tests.passing_time import Clock, passing_time
 from tests.unit.gateway.conftest import Service
 

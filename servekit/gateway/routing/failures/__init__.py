@@ -1,0 +1,4 @@
+"""Requests whose workers died: retries, quarantine, and suspicion against clients that kill them.
+
+Only `gateway` may import from here.
+"""

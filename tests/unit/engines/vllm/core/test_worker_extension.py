@@ -1,0 +1,111 @@
+"""Inside the processes that run the model: parts that a build for CPUs does not reach by itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from servekit.config.engines.installed import is_there
+from servekit.config.engines.options import KINDS
+from servekit.engines.vllm.requests import BEFORE
+
+pytestmark = [
+    pytest.mark.timeout(300),  # vLLM is imported
+    pytest.mark.skipif(
+        not (is_there("vllm") and KINDS["vllm"].is_for_cpus), reason="no vLLM built for CPUs"
+    ),
+]
+
+
+class Lengths:
+    """As vLLM's `UvaBackedTensor`: written by the host, and seen by the GPU once it is copied."""
+
+    def __init__(self, size: int, dtype: Any = None) -> None:
+        self.np = np.zeros(size, dtype=np.int32)
+        self.gpu = self.np.copy()
+
+    def copy_to_uva(self) -> None:
+        self.gpu = self.np.copy()
+
+
+class Kernel:
+    """As the second model runner's `BadWordsState`, with what its kernel compares."""
+
+    def __init__(self, req_states: Any) -> None:
+        self.req_states = req_states
+        self.words: dict[int, list[list[int]]] = {}
+
+    def add_request(self, at: int, params: Any) -> bool:
+        self.words[at] = params.bad_words_token_ids
+        return bool(self.words[at])
+
+    def apply_staged_writes(self) -> None:
+        """Of words only: the lengths are the request states' own."""
+
+    def banned(self, at: int) -> set[int]:
+        said = self.req_states.all_token_ids[at][self.req_states.prompt_len.gpu[at] :]
+        return {
+            word[-1]
+            for word in self.words[at]
+            if len(said) >= len(word) - 1 and said[len(said) - len(word) + 1 :] == word[:-1]
+        }
+
+
+@dataclass(frozen=True)
+class FrozenStates:
+    """The request states as later releases pass them to logits processors."""
+
+    prompt_len: Lengths
+    all_token_ids: list[list[int]]
+
+
+@pytest.mark.parametrize("states_of", [SimpleNamespace, FrozenStates])
+def test_the_second_model_runner_bans_what_another_worker_has_begun(
+    monkeypatch: pytest.MonkeyPatch, states_of: Any
+) -> None:
+    from vllm.v1.worker.gpu import buffer_utils
+    from vllm.v1.worker.gpu.sample import sampler
+
+    from servekit.engines.vllm.core import worker_extension
+
+    monkeypatch.setattr(buffer_utils, "UvaBackedTensor", Lengths)
+    monkeypatch.setattr(sampler, "BadWordsState", Kernel)
+    worker_extension.take_up_bad_words()
+    states = states_of(prompt_len=Lengths(2), all_token_ids=[[1, 2, 7, 8], [1, 2, 7, 8]])
+    states.prompt_len.np[:] = 4
+    states.prompt_len.copy_to_uva()
+    kernel = sampler.BadWordsState(states)
+    words = [[7, 8, 9], [2, 7, 8, 3], [8, 4], [6]]
+    for at, extra in enumerate(({BEFORE: [7, 8]}, None)):
+        assert kernel.add_request(at, SimpleNamespace(extra_args=extra, bad_words_token_ids=words))
+    kernel.apply_staged_writes()
+    assert (kernel.banned(0), kernel.banned(1)) == ({9, 4, 6}, {6})
+    assert states.prompt_len.gpu.tolist() == [4, 4], "it is the prompt to all others"
+
+
+def test_an_adapter_leaves_rows_of_the_base_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their index is -1, which is that of the last slot in vLLM's functions for a CPU."""
+    import torch
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    from servekit.engines.vllm.core import worker_extension
+
+    for module in (lora_ops, punica_cpu):
+        monkeypatch.setattr(module, "bgmv_shrink", lora_ops.bgmv_shrink)
+    worker_extension.skip_rows_of_base()
+    inputs, weights = torch.ones(3, 4), torch.ones(1, 2, 4)
+    expected = [[8.0, 8.0], [0.0, 0.0], [8.0, 8.0]]
+    output = torch.ones(3, 2)
+    punica_cpu.bgmv_shrink(inputs, weights, output, torch.tensor([0, -1, 0]), 2.0)
+    assert output.tolist() == expected
+    output = torch.ones(3, 2)
+    starts, lengths = torch.tensor([0, 1, 2]), torch.tensor([1, 1, 1])
+    punica_cpu.sgmv_shrink(
+        inputs, weights, output, starts, lengths, torch.tensor([0, -1, 0]), 3, 1, 3, 2.0
+    )
+    assert output.tolist() == expected
