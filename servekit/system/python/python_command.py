@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import servekit
+
 
 def module_command(name: str, python: str = "") -> tuple[str, ...]:
     """Return the command for `python -m NAME`, with `-P` unless we run from the source folder.
@@ -16,7 +18,7 @@ def module_command(name: str, python: str = "") -> tuple[str, ...]:
     """
     if python:
         return python, "-P", "-m", name
-    package_parent = Path(__file__).resolve().parents[2]
+    package_parent = Path(servekit.__file__).resolve().parents[1]
     if package_parent == Path.cwd() and not sys.flags.safe_path:
         return sys.executable, "-m", name
     return sys.executable, "-P", "-m", name

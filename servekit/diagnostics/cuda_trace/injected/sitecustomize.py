@@ -30,7 +30,7 @@ def _load(name: str, folder: str) -> ModuleType:
 def _start() -> None:
     directory = os.environ.get("SERVEKIT_TRACE_CUDA", "")
     if directory:
-        chain = _load("import_chain", "../../../system")
+        chain = _load("import_chain", "../../../system/python")
         _load("recorder", "..").start(directory, chain)
 
 
