@@ -5,15 +5,18 @@
 SmolLM2's tokenizer, which a start of configs/demo.yaml has left in the cache. The first table is
 CPU time of the thread that tokenises, the least of the rounds. For the second, a loop wakes every
 millisecond, as with running streams, while prompts of 5,000 tokens arrive one after another: by
-turns tokenised on the loop by transformers, and as a worker does it.
+turns tokenised on the loop by transformers, and as a worker does it. The third is fastokens with
+one thread and with as many as it starts by default, each in a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import random
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -26,8 +29,9 @@ from servekit.engines.text.text_encoder import TextEncoder
 from tests.bench.figures import conditions
 from tests.bench.transformers_serve import cached_model
 
-#: Tokens of the prompts of the first table.
+#: Tokens of the prompts of the first table, and of the third.
 SIZES = (140, 5000)
+LONG = (5_000, 30_000, 100_000)
 PROMPTS = 10
 TICK_S = 0.001
 WORDS = ["the", "answer", "of", "a", "server", "is", "sent", "and", "clients", "read", "it"]
@@ -106,17 +110,48 @@ async def print_gaps(ways: dict[str, Callable[[str, bool], list[int]]], rounds: 
         print(f"p99 gap, {name}: {1e3 * median:.1f} ms ({spread}), {median / first:.2f}")
 
 
+def print_threads(rounds: int) -> None:
+    """Tell time and CPU time of all threads, of long prompts with one thread and with many."""
+    for threads in ("1", ""):
+        command = (sys.executable, "-m", "tests.bench.tokenising", "--threads-of-this", str(rounds))
+        subprocess.run(command, env={**os.environ, "FASTOKENS_BPE_THREADS": threads}, check=True)
+
+
+def print_own_threads(encode: Callable[[str, bool], list[int]], rounds: int) -> None:
+    source = random.Random(3)
+    for tokens in LONG:
+        texts = [make_text(tokens, source) for _ in range(5 * rounds)]
+        took_ms = []
+        used_s = time.process_time()
+        for text in texts:
+            began = time.perf_counter()
+            encode(text, False)
+            took_ms.append(1e3 * (time.perf_counter() - began))
+        used_ms = 1e3 * (time.process_time() - used_s) / len(texts)
+        threads = os.environ["FASTOKENS_BPE_THREADS"] or "default"
+        median = statistics.median(took_ms)
+        print(
+            f"threads {threads}, {tokens:,} tokens: {median:.2f} ms, CPU {used_ms:.2f}", flush=True
+        )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.tokenising", description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
-    rounds = parser.parse_args(arguments).rounds
+    parser.add_argument("--threads-of-this", type=int, default=0, help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    rounds = args.rounds
     encoder = TextEncoder(AutoTokenizer.from_pretrained(cached_model()))
     ways = {"transformers": encoder.encode}
     encoder.prove_libraries()
+    if args.threads_of_this:
+        print_own_threads(encoder.encode, args.threads_of_this)
+        return 0
     ways |= {"tokenizers": encoder.reserve, encoder.library: encoder.encode}
     print(conditions())
     print_costs(ways, rounds)
     asyncio.run(print_gaps(ways, rounds))
+    print_threads(rounds)
     return 0
 
 

@@ -35,6 +35,7 @@ def make_probe_texts(added: Sequence[str]) -> Iterator[str]:
     yield from _ODD
     yield from _scripts()
     yield from _long_texts()
+    yield from _texts_in_turns()
     yield from _random_texts()
     yield from _texts_with(added)
 
@@ -53,6 +54,17 @@ def _long_texts() -> Iterator[str]:
         yield one * 997
     words = [word for text in _ODD for word in text.split()]
     yield " ".join(random.Random(1).choices(words, k=5000))
+
+
+def _texts_in_turns() -> Iterator[str]:
+    """Yield texts with the same beginning, as later turns of a chat have it.
+
+    A library that keeps the splits of the last text must not keep one that the next letter decides:
+    fastokens 0.3.2 does after white space, from 4 KiB on.
+    """
+    beginning = "and so on, " * 400 + " " * 99
+    for end in ("x", " ", "x", "\tx"):
+        yield beginning + end
 
 
 def _random_texts() -> Iterator[str]:

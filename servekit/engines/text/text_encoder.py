@@ -7,6 +7,7 @@ ids of `transformers` for a corpus of odd texts and all added tokens.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -154,6 +155,8 @@ class TextEncoder:
     def _by_fastokens(self, backend: Any) -> Encode:
         import fastokens
 
+        # Its own threads, which poll for a while after each text, cost more than they save.
+        os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
         fast = fastokens.Tokenizer.from_json_str(backend.to_str())
         fast.no_truncation()
         fast.no_padding()

@@ -9,6 +9,8 @@ import unicodedata
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fastokens
@@ -159,6 +161,42 @@ def test_a_panic_costs_no_request_and_retires_the_library(monkeypatch: pytest.Mo
     assert found == [BYTE_LEVEL("boom", add_special_tokens=False).input_ids]
     assert told == {"fastokens": "it has panicked"}
     assert encoder.library == "tokenizers"
+
+
+def test_a_library_that_keeps_splits_of_the_last_text_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As fastokens 0.3.2 did: the white space before the first letter that differs is kept."""
+    real = fastokens.Tokenizer.from_json_str(BYTE_LEVEL.backend_tokenizer.to_str())
+
+    class Remembering:
+        last = ""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
+
+        def encode(self, text: str, special: bool) -> Any:
+            pairs = enumerate(zip(self.last, text, strict=False))
+            same = next((at for at, (old, new) in pairs if old != new), 0)
+            self.last = text
+            if same < 4096 or not text[same - 1 : same + 1].isspace():
+                return real.encode(text, special)
+            halves = real.encode(text[:same], special), real.encode(text[same:], False)
+            return SimpleNamespace(ids=[0, *(id for half in halves for id in half.ids)])
+
+    monkeypatch.setattr(fastokens, "Tokenizer", Lookalike(lambda text: Remembering()))
+    encoder = TextEncoder(BYTE_LEVEL)
+    found = refusals(encoder.prove_libraries)
+    assert encoder.library == "tokenizers"
+    assert found.keys() == {"fastokens"}
+
+
+def test_a_long_text_starts_no_threads_of_the_library() -> None:
+    """They poll after each text, which costs a server more than a long text gains."""
+    encoder = encoder_of("fastokens")
+    assert len(encoder.encode("many words " * 100_000, False)) > 100_000
+    threads = [path.joinpath("comm").read_text() for path in Path("/proc/self/task").iterdir()]
+    assert not [name for name in threads if name.startswith("fastokens")]
 
 
 def test_it_does_without_fastokens(monkeypatch: pytest.MonkeyPatch) -> None:
