@@ -23,6 +23,7 @@ from servekit.gateway.routing.router import Router
 from servekit.gateway.storage import background_runner
 from servekit.gateway.storage.background_runner import BackgroundRunner
 from servekit.gateway.storage.background_store import BackgroundResponse, BackgroundStore
+from servekit.gateway.storage.leases import LOOK_EVERY_S
 from servekit.gateway.storage.response_store import ResponseStore, StoredResponse, StreamPart
 from servekit.gateway.storage.store_file import ResponsesUnavailable
 from servekit.protocol.access import AccessRules, KeyRule, ResponseStorage
@@ -57,6 +58,7 @@ class Scene:
         self.answers: list[Any] = []
         self.asked: list[Json] = []
         self.callers: list[str] = []
+        self.pauses: list[float] = []
         self.broken = False  # the disk, for one try
         self.breaks = False  # it breaks with the next answer
         self.allow(RULES)
@@ -128,9 +130,15 @@ class Scene:
 
 @pytest.fixture
 async def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
-    monkeypatch.setattr(background_runner, "LOOK_EVERY_S", 0.0)
+    """Its pauses are noted and take no time."""
+    scene, sleep = Scene(tmp_path / "responses.db"), asyncio.sleep
+
+    async def note(pause_s: float) -> None:
+        scene.pauses.append(pause_s)
+        await sleep(0)
+
+    monkeypatch.setattr(asyncio, "sleep", note)
     monkeypatch.setattr(background_runner, "_WRITE_EVERY_S", 0.001)
-    scene = Scene(tmp_path / "responses.db")
     yield scene
     scene.store.close()
     scene.responses.close()
@@ -161,24 +169,9 @@ async def test_a_refusal_that_stays_is_how_the_response_ends(scene: Scene) -> No
 async def test_a_refusal_that_passes_is_tried_again(scene: Scene) -> None:
     await scene.add()
     scene.answers = [Refused(429, "busy", 0.01), Refused(503, "loading", 0.01), ANSWER]
-    pauses: list[float] = []
-    await run_with_pauses(scene, pauses)
-    assert pauses == [1.0, 1.0]
+    await scene.run()
+    assert scene.pauses == [1.0, 1.0]
     assert (await scene.found())["status"] == "completed"
-
-
-async def run_with_pauses(scene: Scene, pauses: list[float]) -> None:
-    """Run with a clock that notes the pauses, and takes none."""
-    sleep = asyncio.sleep
-
-    async def note(pause_s: float) -> None:
-        if pause_s:
-            pauses.append(pause_s)
-        await sleep(0)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(asyncio, "sleep", note)
-        await scene.run()
 
 
 async def test_after_a_day_a_refusal_stands(scene: Scene) -> None:
@@ -191,9 +184,8 @@ async def test_after_a_day_a_refusal_stands(scene: Scene) -> None:
 async def test_just_before_the_day_is_over_it_is_tried_once_more(scene: Scene) -> None:
     await scene.add(created=time.time() - DAY_S + 20)
     scene.answers = [Refused(503, "loading", 10.0), Refused(503, "still loading", 30.0)]
-    pauses: list[float] = []
-    await run_with_pauses(scene, pauses)
-    assert pauses == [10.0]
+    await scene.run()
+    assert scene.pauses == [10.0]
     assert (await scene.found())["error"]["message"] == "still loading"
 
 
@@ -201,7 +193,7 @@ async def test_it_is_stored_as_soon_as_the_disk_takes_it(scene: Scene) -> None:
     await scene.add()
     scene.answers, scene.breaks = [ANSWER], True
     await scene.run()
-    assert not scene.broken, "it was tried"
+    assert scene.pauses == [LOOK_EVERY_S], "it was tried, and again after a pause"
     assert (await scene.found())["status"] == "completed"
 
 
@@ -212,12 +204,14 @@ async def test_a_disk_that_cannot_be_read_leaves_the_response_for_later(scene: S
     scene.broken = True
     await scene.runner.work(held[0])
     assert (scene.asked, (await scene.stored()).status) == ([], "in_progress")
+    assert scene.pauses == [LOOK_EVERY_S], "it is claimed again at once"
 
 
 async def test_a_fault_of_our_own_leaves_the_response_for_later(scene: Scene) -> None:
     await scene.add()
     await scene.run()  # the application has no answer
     assert (await scene.stored()).status == "in_progress"
+    assert scene.pauses == [LOOK_EVERY_S], "it is claimed again at once"
     scene.answers = [ANSWER]
     await scene.run()
     assert (await scene.found())["status"] == "completed"
@@ -273,6 +267,7 @@ async def test_a_stream_is_stored_with_its_end(scene: Scene) -> None:
     await scene.run()
     assert names(await scene.events()) == ["a", "b", "c", "d"]
     assert await scene.found() == ANSWER
+    assert scene.callers == ["ada"]
 
 
 async def test_events_are_stored_while_the_stream_goes_on(scene: Scene) -> None:
@@ -292,17 +287,35 @@ async def test_events_are_stored_while_the_stream_goes_on(scene: Scene) -> None:
     assert names(await scene.events()) == ["a", "b", "c"]
 
 
+async def test_events_are_stored_as_soon_as_the_disk_takes_them(scene: Scene) -> None:
+    await scene.add(QUEUED)
+
+    async def answer(stream: BackgroundStream, send: Any) -> None:
+        scene.broken = True
+        await send({"type": "http.response.body", "body": event("c"), "more_body": True})
+        async with asyncio.timeout(20):
+            while len(await scene.events()) < 3:
+                pass
+        stream.end = ANSWER
+
+    scene.answers = [answer]
+    await scene.run()
+    assert names(await scene.events()) == ["a", "b", "c"]
+    assert scene.pauses == [LOOK_EVERY_S]
+
+
 async def test_a_stream_that_cannot_go_on_now_is_left_for_the_next_run(scene: Scene) -> None:
     await scene.add(QUEUED)
     scene.answers = [
         tell("c", end=None, error={"code": "worker_lost", "message": "it died"}),
-        Refused(503, "loading", 0.0),
+        Refused(503, "loading", 7.0),
         tell("d"),
     ]
     for _ in range(2):
-        await run_with_pauses(scene, [])
+        await scene.run()
         assert (await scene.stored()).status == "in_progress"
     assert names(await scene.events()) == ["a", "b", "c"]
+    assert scene.pauses == [LOOK_EVERY_S, 7.0]
     await scene.run()
     assert names(await scene.events()) == ["a", "b", "c", "d"]
     assert (await scene.found())["status"] == "completed"
@@ -354,6 +367,6 @@ async def test_after_another_model_took_over_the_answer_begins_again(scene: Scen
         noting(tell("d")),
     ]
     for _ in range(3):
-        await run_with_pauses(scene, [])
+        await scene.run()
     assert exact == [True, True, False]
     assert names(await scene.events()) == ["a", "b", "c", "d"]
