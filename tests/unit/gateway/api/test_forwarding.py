@@ -109,11 +109,11 @@ class Scene:
         self.router = Router("gateway/test")
         self.forwarding = Forwarding(self.router, LIMIT_BYTES)
         self.gone = asyncio.Event()  # the client
-        self.taken: list[str] = []  # models of the calls, by their own names
+        self.calls: list[InflightRequest] = []
         take = self.router.queue_call
 
         def note(call: InflightRequest, timeout_s: float | None = None) -> InflightRequest:
-            self.taken.append(call.model)
+            self.calls.append(call)
             return take(call, timeout_s)
 
         self.router.queue_call = note  # type: ignore[method-assign]
@@ -215,7 +215,7 @@ async def test_the_model_is_named_in_the_body_else_the_query_else_a_header(
 ) -> None:
     scene.serve(scene.model("a", "/v1/*"), scene.model("b", "/v1/*"))
     assert (await scene.ask(body=body, headers=headers, query=query)).status == 200
-    assert scene.taken == ["b"]
+    assert [call.model for call in scene.calls] == ["b"]
 
 
 async def test_a_name_in_the_query_is_decoded_and_the_rest_is_left_as_it_is(scene: Scene) -> None:
@@ -245,7 +245,7 @@ async def test_without_a_name_it_is_the_first_model_that_has_the_endpoint(
     access = AccessRules(default_model=default)
     scene.serve(*(scene.model(name, *paths) for name, paths in models.items()), access=access)
     assert (await scene.ask()).status == 200
-    assert scene.taken == [found]
+    assert [call.model for call in scene.calls] == [found]
 
 
 async def test_a_model_without_the_endpoint_is_refused_and_those_with_it_are_named(
@@ -267,6 +267,8 @@ async def test_a_key_is_told_of_its_own_models_only(scene: Scene) -> None:
     ACTING.set(ApiKey(rules.keys[0], 0.0))
     forbidden = await scene.ask(body=b'{"model": "b"}')
     assert forbidden.status == 403
+    elsewhere = await scene.ask("/pooling", body=b'{"model": "b"}')
+    assert elsewhere.status == 403, "nor what that model has not"
     refused = await scene.ask(body=b'{"model": "a"}')
     assert "none that you may use" in refused.error["message"]
     assert scene.server.asked == []
@@ -385,6 +387,32 @@ async def test_a_client_that_leaves_ends_its_request_at_the_server(scene: Scene)
     assert (answer.status, answer.body) == (0, b"")
     await poll_async("the server is told", lambda: scene.server.cancelled)
     assert scene.router.in_flight == 0
+
+
+async def test_a_response_that_nobody_takes_ends_the_request_at_the_server(scene: Scene) -> None:
+    scene.serve(scene.model("a", SPEECH))
+    scene.server.answer = lambda id: [Delta(id, "", http=HttpPart(b"a", 200))]
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"{}"}
+
+    async def send(message: Any) -> None:
+        raise OSError("the connection is broken")
+
+    scope: dict[str, Any] = {"path": SPEECH, "query_string": b"", "headers": []}
+    with pytest.raises(OSError, match="broken"):
+        await scene.forwarding(scope, receive, send)
+    await poll_async("the server is told", lambda: scene.server.cancelled)
+
+
+async def test_requests_of_a_session_are_told_from_others_where_there_are_replicas(
+    scene: Scene,
+) -> None:
+    model = scene.model("a", SPEECH)
+    [first] = model.replicas
+    scene.serve(replace(model, replicas=(first, replace(first, name="a/1"))))
+    await scene.ask(headers=[*JSON, (b"x-session-id", b"talk")])
+    assert [call.session for call in scene.calls] == ["talk"]
 
 
 # ---------------------------------------------------------------- endpoints that servekit has too
