@@ -170,6 +170,25 @@ def test_a_damaged_file_is_put_aside_with_its_folder_and_without_its_log(
     assert names(file) == ["b"]
 
 
+def test_the_log_of_a_damaged_file_does_not_become_that_of_the_next(
+    open_file: Open, path: Path
+) -> None:
+    """It is there as long as another gateway has the file open."""
+    file, other = open_file(), open_file()
+    add(file, "a")
+    add(other, "b")
+
+    def fail(_: sqlite3.Connection) -> None:
+        raise sqlite3.DatabaseError("malformed")
+
+    assert beside(path, "-wal").exists() and beside(path, "-shm").exists()
+    with pytest.raises(sqlite3.DatabaseError):
+        file.submit(fail).result(30)
+    assert beside(path, ".broken").exists()
+    assert not beside(path, "-wal").exists() and not beside(path, "-shm").exists()
+    assert names(file) == names(other) == []
+
+
 def test_a_file_that_another_gateway_has_replaced_meanwhile_is_not_put_aside(
     open_file: Open, path: Path
 ) -> None:
