@@ -14,6 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from servekit.errors import ModelNotFound, RequestError, ServekitError
+from servekit.gateway.api import image_fetching
 from servekit.gateway.api.endpoint import (
     EndpointFactory,
     GenerationEndpoint,
@@ -26,6 +27,7 @@ from servekit.gateway.auth.authorization import ACTING
 from servekit.gateway.generation.generation import Choice, Generation, GenerationRequest
 from servekit.gateway.generation.stream_writer import ResponseEncoder
 from servekit.gateway.http.asgi import encode_error
+from servekit.gateway.http.request_context import ORIGIN, RequestContext
 from servekit.gateway.http.response import asgi_endpoint
 from servekit.protocol.access import ImageFetching
 from servekit.protocol.messages import (
@@ -337,6 +339,36 @@ async def test_nothing_is_fetched_for_a_model_that_takes_no_images(service: Serv
     with pytest.raises(RequestError) as refused:
         await open_completed(service.router, request)
     assert refused.value.status == 403
+
+
+async def test_images_are_fetched_in_the_name_of_the_key_else_of_the_clients_address(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each may have so many fetched at once."""
+    [worker] = await service.up()
+    info = replace(worker.runner.info, serves=("generate", "images"))
+    status = replace(service.router.routes["m"].status, info=info)
+    rules = AccessRules(fetch_images=ImageFetching(("images.example",)))
+    service.router.apply_topology(Topology((status,), access=rules))
+    names: list[str] = []
+
+    async def note(messages: Any, rules: Any, client: str) -> Any:
+        names.append(client)
+        return HELLO
+
+    monkeypatch.setattr(image_fetching, "fetch_images", note)
+
+    async def fetch() -> None:
+        picture = Media(b"", "", address="http://images.example/a.png")
+        request = asked(messages=[ChatMessage("user", "what?", media=(picture,))])
+        (await open_completed(service.router, request)).cancel()
+
+    await fetch()
+    ORIGIN.set(RequestContext({}, ("10.0.0.9", 1)))
+    await fetch()
+    ACTING.set(ApiKey(KeyRule("ada"), 0.0))
+    await fetch()
+    assert names == ["", "address:10.0.0.9", "key:ada"]
 
 
 # ---------------------------------------------------------------- answers of the gateway's own
