@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import signal
 import socket
 import stat
 from collections.abc import AsyncIterator, Callable
@@ -38,6 +40,7 @@ from servekit.protocol.messages import (
     Stop,
     Topology,
 )
+from servekit.protocol.transport.socket_handover import DRAIN, inherit_sockets
 from tests.polling import poll_async
 from tests.unit.gateway.conftest import ENDLESS, ENDLESS_TOKENS, Service
 
@@ -211,6 +214,16 @@ async def test_it_ends_at_once_if_it_drains_and_has_none(make_scene: Make) -> No
     assert await scene.end() == 0
 
 
+async def test_signals_end_it_in_order(make_scene: Make) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    scene = await make_scene()
+    after = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    assert before[0] is not after[0] and before[1] is not after[1]
+    await scene.serve()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await scene.end() == 0
+
+
 # ---------------------------------------------------------------- rules
 
 
@@ -281,6 +294,24 @@ async def test_a_gateway_that_outlives_its_supervisor_ends_when_nobody_follows(
     scene.supervisor.leave(None)
     assert (await scene.get("/livez")).status_code == 200, "it serves meanwhile"
     assert await scene.end() == 0
+
+
+async def test_its_successors_take_its_port_and_it_ends_after_its_requests(
+    make_scene: Make, service: Service, tmp_path: Path
+) -> None:
+    heir = tmp_path / "heir.sock"
+    scene = await make_scene(outlive=(heir, 60.0))
+    asking = await begin(scene, service)
+    scene.supervisor.leave(None)
+    await poll_async("it waits for an heir", heir.exists)
+    [(elder, [listener])] = await asyncio.to_thread(inherit_sockets, [heir])
+    with elder, listener:
+        assert listener.getsockname()[1] == scene.port
+        elder.send(DRAIN)
+        await poll_async("its doors are closed", lambda: Http.leaving)
+        assert not scene.running.done() and not asking.done()
+        asking.cancel()
+        assert await scene.end() == 0
 
 
 # ---------------------------------------------------------------- the UI
