@@ -14,14 +14,20 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from structlog.testing import capture_logs
 
+from servekit.protocol.access import KeyBudgets, SpentBudget
 from servekit.protocol.messages import PROTOCOL, Drain, Hello, Ping, Stop, ToGateway
 from servekit.protocol.residency import KeepAlive
 from servekit.protocol.transport import remote_server
 from servekit.protocol.transport.address import tcp_address
-from servekit.protocol.transport.connection import Connection, dial_address
+from servekit.protocol.transport.connection import (
+    FIRST_FRAME_BYTES,
+    Connection,
+    dial_address,
+)
 from servekit.protocol.transport.credentials import Renew, Role
 from servekit.protocol.transport.remote_server import ListenOptions, TcpServer
 from servekit.protocol.transport.resumable_channel import Attach, Attached, SupervisorReplaced
@@ -127,6 +133,16 @@ async def test_a_supervisor_is_greeted_and_told_how_it_stands() -> None:
         await hear(port, Drain())
         port.send(news(1))
         await poll_async("it is told", lambda: peer.news == [news(0), news(1)])
+
+
+async def test_who_is_known_may_send_long_messages() -> None:
+    """Until then a stranger could fill the memory."""
+    long = KeyBudgets(tuple(SpentBudget(f"{n:099}", "daily", 1, 2.0) for n in range(4000)))
+    assert len(msgspec.msgpack.encode(long)) > FIRST_FRAME_BYTES
+    async with listening() as port:
+        peer = await attach(port)
+        peer.connection.send(long)
+        await hear(port, long)
 
 
 async def test_after_a_break_only_what_is_missing_is_told() -> None:
