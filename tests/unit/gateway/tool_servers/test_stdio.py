@@ -38,6 +38,13 @@ def message(text: str) -> SessionMessage:
     return SessionMessage(jsonrpc_message_adapter.validate_json(text))
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that is busy with others, an end in order takes longer."""
+    monkeypatch.setattr(stdio, "_END_S", 30.0)
+    monkeypatch.setattr(stdio, "_LAST_ERRORS_S", 30.0)
+
+
 async def read_all(server: McpServer, **marks: str) -> list[Any]:
     """Return all that a server says until it ends."""
     async with asyncio.timeout(30), open_stdio(server, marks) as (read, _):
