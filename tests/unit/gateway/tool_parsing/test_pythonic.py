@@ -69,6 +69,7 @@ def test_arguments_that_err_after_others_end_there() -> None:
         ("[f(a=1),g()]", [("f", '{"a": 1}'), ("g", "{}")]),
         ("\n [f()]\n", [("f", "{}")]),
         ("[f()] done", [("f", "{}"), ("text", " done")]),
+        ("[f()  done", [("f", "{}"), ("text", "  done")]),
     ],
 )
 def test_space_does_not_matter(text: str, said: list[tuple[str, str]]) -> None:
