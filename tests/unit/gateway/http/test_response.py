@@ -378,7 +378,11 @@ async def test_a_client_that_leaves_within_its_body_is_not_answered() -> None:
 
 
 async def test_a_stream_over_asgi_ends_with_its_last_part() -> None:
+    kept: list[AsgiResponse] = []
+
     def stream(response: Any) -> None:
+        kept.append(response)
+        response.on_gone = response.on_writable = lambda: None
         response.begin_stream(EVENT_STREAM)
         response.write(b"a")
         response.write(b"")
@@ -387,6 +391,7 @@ async def test_a_stream_over_asgi_ends_with_its_last_part() -> None:
 
     client = await Client().ask(stream)
     assert (client.body, client.ended, len(client.got)) == (b"ab", True, 3)
+    assert kept[0].on_gone is None and kept[0].on_writable is None, "nobody is called any more"
     assert client.got[0]["headers"] == [*EVENT_STREAM]
 
 
