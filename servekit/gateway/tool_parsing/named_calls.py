@@ -93,14 +93,15 @@ def _marker_follows(scanner: IncrementalScanner, marker: str) -> Script[bool]:
 def _read_call(scanner: IncrementalScanner, calls: Calls, named: Named) -> Script[None]:
     name = yield from scanner.read_name()
     yield from scanner.expect(named.between)
-    fenced = named is _DEEPSEEK and name == "function"
-    if fenced:  # V3 and R1: function<sep>name, then the arguments in a code block
+    fence = ""
+    if named is _DEEPSEEK and name == "function":
+        # V3 and R1: function<sep>name, then the arguments, in a code block or without one
         name = yield from scanner.read_name()
-        yield from scanner.take_marker("```json")
+        fence = yield from scanner.take_marker("```json")
     elif named is _KIMI and (found := _KIMI_NAME.fullmatch(name)):
         name = found.group(1)
     yield from _read_arguments(scanner, calls, name)
-    if fenced:
+    if fence:
         yield from read_close(scanner, "```")
     yield from read_close(scanner, named.end)
 

@@ -188,8 +188,9 @@ def _tagged_call(syntax: Syntax, tags: Tags, name: str, schema: Mapping[str, Any
         part = f"{line}? {_tagged_argument(lark, tags, key, _with_defs(value, schema), schema)}"
         arguments.append(part if key in required else f"({part})?")
     if "properties" not in schema:  # arguments of any name
-        begin, end = lark.literal(tags.value[0]), lark.text_through_marker(tags.value[1])
-        value = f"{lark.text_through_marker(tags.key[1])} {begin} {end}"
+        begin = f"{line}? {lark.literal(tags.value[0])} " if tags.value[0] else ""
+        end = lark.text_through_marker(tags.value[1])
+        value = f"{lark.text_through_marker(tags.key[1])} {begin}{end}"
         arguments.append(f"({line}? {lark.literal(tags.key[0])} {value})*")
     tail = f"{line}? {lark.literal(tags.end)}" if tags.end else ""
     return " ".join(part for part in (head, *arguments, tail) if part)

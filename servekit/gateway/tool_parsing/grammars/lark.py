@@ -83,7 +83,7 @@ def one_of(parts: Sequence[str]) -> str:
 
 def _quote_literal(text: str) -> str:
     """Return a text as a regular expression between slashes."""
-    return re.escape(text).replace("/", r"\/").replace("\n", r"\n")
+    return re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")
 
 
 def write_thoughts(lark: Lark, dialect: Dialect, begun: bool) -> str:
