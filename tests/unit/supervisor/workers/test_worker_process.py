@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from servekit.config.schema import ModelConfig
 from servekit.protocol.adapters import (
@@ -215,10 +216,16 @@ async def test_a_worker_that_is_not_admitted_ends_with_the_reason(make: Make) ->
     assert said is not None and (said.message, said.permanent) == (reason, False)
 
 
-async def test_what_it_waits_for_is_shown_until_it_loads(make: Make) -> None:
+async def test_what_it_waits_for_is_shown_until_it_loads(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stage = make()
     stage.start()
-    stage.worker.show_wait("waits for b/0 on GPU 0")
+    published: list[Progress | None] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(stage.host, "publish_change", lambda: published.append(stage.worker.progress))
+        stage.worker.show_wait("waits for b/0 on GPU 0")
+    assert published == [Progress("waits for b/0 on GPU 0")]
     assert stage.worker.progress == Progress("waits for b/0 on GPU 0")
     stage.worker.receive(Loading(Progress(GATE)))
     assert stage.worker.progress == Progress("waits for b/0 on GPU 0")
@@ -429,7 +436,13 @@ async def test_a_stray_is_told_or_the_worker_is_replaced(
     stage.worker.measure_gpus(strays)
     assert child.killed == [], "it does not serve yet"
     await stage.come_up()
-    stage.worker.measure_gpus(strays)
+    with capture_logs() as logs:
+        for _ in range(2):
+            stage.worker.gpu.stray = ""  # as if it held nothing there a moment ago
+            stage.worker.measure_gpus(strays)
+            stage.worker.measure_gpus(strays)
+    assert [log["event"] for log in logs] == ["gpu_memory_stray"] * 2, "once as long as it lasts"
+    killed = [*killed, *killed] * 2  # whatever ends it may take a while
     assert [cause[: len("it holds 1.0 GiB on ")] for cause in child.killed] == killed
     assert "GPU 1 (H200)" in stage.worker.alert
 
