@@ -29,7 +29,7 @@ from servekit.supervisor.event_log import journal
 from servekit.supervisor.pace import Pace
 from servekit.supervisor.startup_resources import StartupResources
 from servekit.supervisor.supervisor import Supervisor, handle_loop_error, last_words, ticking
-from tests.polling import poll
+from tests.polling import poll, poll_async
 
 FILE = """
 server: {gateways: 2, drain_timeout_s: 1, %s}
@@ -53,6 +53,8 @@ class Stage:
         self.shown: list[Status] = []
         self.lines: list[tuple[str, str]] = []
         self.broken_display = False
+        self.guard = Guard()
+        self.port_before = self.port
         self.supervisor = Supervisor(plan, self.resources, ENVIRON, self.shown.append, self.show)
         self.supervisor._deployments.apply_plan(plan)  # nothing of it is loaded by itself
 
@@ -71,6 +73,7 @@ class Stage:
         return port
 
     def close(self) -> None:
+        self.supervisor._deployments.stop_changes()
         self.resources.run_dir.unlock()
         for sock in self.resources.listeners:
             sock.close()
@@ -354,3 +357,156 @@ def test_a_loop_that_lacks_files_to_accept_with_tells_nobody() -> None:
     for context in others:
         handle_loop_error(loop, context)
     assert told == others
+
+
+# ---------------------------------------------------------------- processes, and a tick
+
+
+class Life:
+    """A managed process that ends as the test says."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.name, self.error = "life", error
+        self.goes_on = asyncio.Event()
+
+    async def supervise(self) -> None:
+        await self.goes_on.wait()
+        if self.error is not None:
+            raise self.error
+
+
+async def test_a_process_that_has_ended_is_forgotten_and_that_is_published(stage: Stage) -> None:
+    life: Any = Life()
+    stage.supervisor._run(life)
+    assert [task.get_name() for task in stage.supervisor._tasks.values()] == ["life"]
+    await asyncio.sleep(0)
+    stage.shown.clear()
+    life.goes_on.set()
+    await poll_async("it is published", lambda: stage.shown)
+    assert stage.supervisor._tasks == {} and stage.supervisor._requests.empty()
+
+
+async def test_the_error_of_a_process_ends_the_supervisor(stage: Stage) -> None:
+    life: Any = Life(RuntimeError("a bug"))
+    stage.supervisor._run(life)
+    life.goes_on.set()
+    with pytest.raises(RuntimeError, match="a bug"):
+        await until_told(stage)
+
+
+async def test_a_process_that_ends_while_all_are_draining_is_waited_for(stage: Stage) -> None:
+    life: Any = Life()
+    stage.supervisor._run(life)
+    stage.supervisor._draining = True
+    life.goes_on.set()
+    await next(iter(stage.supervisor._tasks.values()))
+    await asyncio.sleep(0)
+    assert list(stage.supervisor._tasks) == [life], "its task tells how it has ended"
+
+
+async def test_without_processes_it_drains_at_once(stage: Stage) -> None:
+    with capture_logs() as logs:
+        assert await asyncio.wait_for(stage.supervisor._drain(), 30) == 0
+    assert [log["event"] for log in logs] == ["supervisor_draining", "supervisor_stopped"]
+    assert logs[0]["at_most_s"] == 1
+    assert stage.shown[-1].draining
+    assert all(gateway.ending for gateway in stage.supervisor._gateways)
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", stage.port_before)
+    assert isinstance(await stage.supervisor.reload(), Refused), "nothing changes any more"
+
+
+async def test_a_second_request_to_end_means_now(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[str] = []
+    for gateway in stage.supervisor._gateways:
+        monkeypatch.setattr(gateway, "end_now", partial(ended.append, gateway.name))
+    hurrying = asyncio.create_task(stage.supervisor._hurry_if_told_again())
+    stage.supervisor.shutdown(now=False)  # an operator asks again: it drains already
+    await asyncio.sleep(0)
+    assert not hurrying.done()
+    stage.supervisor._requests.put_nowait("signal")
+    await asyncio.wait_for(hurrying, 30)
+    assert ended == ["gateway/0", "gateway/1"]
+
+
+class Guard:
+    """The orphan guard, which may have died."""
+
+    died = False
+
+    def restart_if_dead(self) -> bool:
+        return self.died
+
+
+def tick(stage: Stage, *, slept: bool = False) -> None:
+    stage.supervisor._guard = stage.guard  # type: ignore[assignment]
+    stage.supervisor._tick_once(slept)
+
+
+async def test_a_tick_looks_after_each_process(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage.supervisor._admin_api, "listen_again", lambda path: None)
+    did: list[str] = []
+    for gateway in stage.supervisor._gateways:
+        monkeypatch.setattr(gateway, "check_health", partial(did.append, "health"))
+        monkeypatch.setattr(gateway, "forgive_suspension", partial(did.append, "forgive"))
+    tick(stage)
+    assert did == ["health"] * 2
+    did.clear()
+    tick(stage, slept=True)
+    assert did == ["forgive", "health"] * 2
+    stage.guard.died = True
+    with capture_logs() as logs:
+        tick(stage)
+    assert [log["event"] for log in logs] == ["orphan_guard_restarted"]
+
+
+async def test_the_run_directory_and_budgets_are_looked_at_once_a_second(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[str] = []
+    monkeypatch.setattr(stage.supervisor, "_restore_run_dir", partial(looks.append, "folder"))
+    budgets = partial(looks.append, "budgets")
+    monkeypatch.setattr(stage.supervisor, "_publish_budgets", budgets)
+    for _ in range(3):
+        tick(stage)
+    assert looks == ["folder", "budgets"]
+    stage.supervisor._housekeeping_at_s = time.monotonic()
+    tick(stage)
+    assert looks == ["folder", "budgets"] * 2
+
+
+async def test_figures_that_changed_are_published_with_the_next_tick(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage.supervisor._admin_api, "listen_again", lambda path: None)
+    await asyncio.sleep(0)
+    stage.shown.clear()
+    tick(stage)
+    await asyncio.sleep(0)
+    assert stage.shown == []
+    stage.supervisor.publish_later()
+    await asyncio.sleep(0)
+    assert stage.shown == []
+    tick(stage)
+    await asyncio.sleep(0)
+    assert len(stage.shown) == 1
+
+
+async def test_what_it_leaves_for_others_names_itself(stage: Stage) -> None:
+    try:
+        stage.supervisor._leave_record()
+    finally:
+        journal.close()
+        stage.supervisor._usage.close()
+    record = json.loads((stage.run_dir / "supervisor.json").read_text())
+    assert (record["pid"], record["url"]) == (os.getpid(), stage.supervisor.url)
+    assert (record["mark"], record["config"]) == (
+        stage.supervisor.mark,
+        str(stage.run_dir.parent / "servekit.yaml"),
+    )
+    [up] = newest_events(stage.run_dir, EventFilter(kinds=("up",)), 9)
+    assert stage.supervisor.url in up.what and up.detail["pid"] == os.getpid()
