@@ -109,6 +109,8 @@ async def test_the_status_before_anything_has_started(stage: Stage) -> None:
     assert [one.name for one in status.models] == ["a", "b"]
     assert [one.name for one in status.gateways] == ["gateway/0", "gateway/1"]
     assert (status.draining, status.profile, status.profiles) == (False, "", {"small": ("a",)})
+    occasions = [gateway.starting.occasion for gateway in stage.supervisor._gateways]
+    assert [one.cause for one in occasions if one is not None] == ["up", "up"]
     assert (await stage.supervisor.status_now()).pid == os.getpid()
 
 
