@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 pytest.importorskip("ray")
 
@@ -141,3 +142,15 @@ async def test_what_needs_nothing_is_checked_nowhere(there: Nodes) -> None:
     there.have("old", servekit="0.0.1")
     assert await NodeChecks().faults(replace(ORDER, want=None)) == {}
     assert there.looks == []
+
+
+async def test_a_node_that_fails_is_logged_with_the_reason(there: Nodes) -> None:
+    there.have("good")
+    there.have("old", servekit="0.0.1")
+    checks = NodeChecks()
+    with capture_logs() as logs:
+        faults = await checks.faults(ORDER)
+        await checks.faults(ORDER)
+    assert [(log["event"], log["node"], log["reason"]) for log in logs] == [
+        ("node_unsuitable", "old", faults["old"])
+    ], "once for each check"

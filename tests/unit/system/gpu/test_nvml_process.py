@@ -297,3 +297,16 @@ def test_it_outlives_a_terminals_signals_and_ends_with_its_input(tmp_path: Path)
             process.send_signal(number)
         out, err = process.communicate("free\nmemory\n", timeout=30)
     assert (process.returncode, out, err) == (0, "{}\n{}\n", "no NVML: none here\n")
+
+
+def test_one_whose_supervisor_is_gone_ends_at_once() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", module.__name__, str(os.getppid())],  # not its parent
+        input="gpus\n",
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert (done.returncode, done.stdout) == (1, "")
