@@ -9,6 +9,8 @@ from pathlib import Path
 from servekit.errors import LoadError
 from servekit.model_metadata import ctranslate2
 
+#: What a file that is no JSON of the form that is read may raise.
+_MALFORMED = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
 _LEGACY = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
@@ -69,7 +71,7 @@ def damage(path: Path) -> str | None:
             tensors = json.loads(file.read(length))
         ends = (t["data_offsets"][1] for name, t in tensors.items() if name != "__metadata__")
         expected = 8 + length + max(ends, default=0)
-    except (OSError, struct.error, ValueError, TypeError, KeyError, IndexError, AttributeError):
+    except (OSError, struct.error, *_MALFORMED):
         return "its header cannot be read"
     size = path.stat().st_size
     return None if size == expected else f"it has {size} bytes where {expected} belong"
@@ -87,8 +89,8 @@ def _no_config(folder: Path) -> str:
 def _check_index(index: Path) -> None:
     try:
         shards = set(json.loads(index.read_bytes())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        missing = sorted(s for s in shards if not (index.parent / s).is_file())
+    except _MALFORMED as error:
         raise LoadError(f"{index} cannot be read ({error}).") from error
-    missing = sorted(s for s in shards if not (index.parent / s).is_file())
     if missing:
         raise LoadError(f"{index.parent} lacks {len(missing)} of its weights: {missing[0]} …")

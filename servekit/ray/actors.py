@@ -230,7 +230,9 @@ class RayActors:
 
     def _end_of(self, place: _Place, pid: int) -> asyncio.Future[Exited]:
         if pid not in place.ended:
-            place.ended = {pid: asyncio.get_running_loop().create_future()}
+            # those that are awaited stay: the end of a process before may come late
+            place.ended = {known: end for known, end in place.ended.items() if not end.done()}
+            place.ended[pid] = asyncio.get_running_loop().create_future()
         return place.ended[pid]
 
     # ---- control of a process

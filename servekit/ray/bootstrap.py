@@ -41,7 +41,7 @@ async def reach_head(address: str) -> None:
     try:
         async with asyncio.timeout(_REACH_S):
             _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:  # UnicodeError: a name of a..b
         number = error.errno if isinstance(error, OSError) else None
         late = f"no answer in {_REACH_S:g} s" if isinstance(error, TimeoutError) else str(error)
         said = os.strerror(number) if number is not None and number > 0 else late

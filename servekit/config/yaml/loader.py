@@ -209,9 +209,7 @@ def to_mark(mark: yaml.Mark | LibyamlMark | None) -> Mark:
 def syntax_error(error: yaml.MarkedYAMLError, text: str) -> DocumentError:
     """Return the exception for `error`, found while parsing `text`."""
     mark = to_mark(error.problem_mark or error.context_mark)
-    if "mapping values are not allowed" in (error.problem or "") and (
-        clearer := _find_missing_blank(text, mark)
-    ):
+    if clearer := _find_missing_blank(text, _lines_to_blame(error, mark)):
         return clearer
     return DocumentError(_explain_problem(error, _line_at(text, mark), mark), mark)
 
@@ -220,9 +218,19 @@ def syntax_error(error: yaml.MarkedYAMLError, text: str) -> DocumentError:
 _NO_BLANK = re.compile(r"^\s*(?:- +)?([A-Za-z_]\w*):([^\s/:][^:]*)$")
 
 
-def _find_missing_blank(text: str, mark: Mark) -> DocumentError | None:
-    """Return the error of a line before `mark` that lacks the blank after its colon."""
-    for number in (mark.line - 1, mark.line):
+def _lines_to_blame(error: yaml.MarkedYAMLError, mark: Mark) -> tuple[int, ...]:
+    """Return the numbers of the lines that may lack the blank after a colon."""
+    problem = error.problem or ""
+    if "mapping values are not allowed" in problem:
+        return mark.line - 1, mark.line
+    if "could not find expected ':'" in problem and error.context_mark is not None:
+        return (to_mark(error.context_mark).line,)
+    return ()
+
+
+def _find_missing_blank(text: str, lines: tuple[int, ...]) -> DocumentError | None:
+    """Return the error of the first of these lines that lacks the blank after its colon."""
+    for number in lines:
         found = _NO_BLANK.match(_line_at(text, Mark(number, 1))) if number > 0 else None
         if found is not None:
             said = f"a blank is missing after the colon: write `{found[1]}: {found[2]}`."

@@ -108,7 +108,7 @@ class DeploymentManager:
         found = self._find(name)
         if found is None:
             known = [one.model.name for one in self.served]
-            known += [replica.name for replica in self.replicas()]
+            known += [replica.name for one in self.served for replica in one.living]
             there = f"{', '.join(known)}{did_you_mean(name, known)}"
             return Refused(f"no model or worker is called {name!r}; there are: {there}", True)
         deployment, replicas = found

@@ -207,6 +207,22 @@ def test_its_size_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert (tmp_path / FILE).stat().st_size <= 40 * 4096
 
 
+def test_a_file_that_has_its_largest_size_loses_its_older_half_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "MOST_PAGES", 20)
+    journal = Journal(again_s=0.01)
+    journal.open_log(tmp_path)
+    for number in range(60):  # of which about 35 fit
+        journal.record_event("x", "y" * 2000, worker=f"a/{number}")
+        poll("the disk keeps up", lambda: not journal._waiting)
+    journal.close()
+    found = [int(one.worker.removeprefix("a/")) for one in newest_events(tmp_path, ALL, 1000)]
+    assert found == list(range(found[0], 60)), "the newest, and all of them"
+    assert 10 <= len(found) < 40
+    assert (tmp_path / FILE).stat().st_size <= 20 * 4096
+
+
 def test_a_disk_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hang = threading.Event()
     opened = journal_module.open_file

@@ -7,10 +7,12 @@ import os
 import signal
 import socket
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from servekit.config.schema import ServerConfig
+from servekit.protocol.access import KeyBudgets, SpentBudget
 from servekit.protocol.messages import Stop
 from servekit.supervisor import gateway_process
 from servekit.supervisor.gateway_process import Gateway
@@ -53,3 +55,32 @@ async def looking(gateway: Gateway) -> None:
     while True:
         gateway.check_health()
         await asyncio.sleep(0.05)  # as the supervisor's pulse does
+
+
+SPENT = SpentBudget("ann", "daily", 1000, 0.0)
+
+
+class Child:
+    """Keeps what the gateway's process is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[object] = []
+
+    def send(self, message: object) -> None:
+        self.sent.append(message)
+
+
+async def test_budgets_are_told_when_they_change(tmp_path: Path) -> None:
+    host = Alone(tmp_path / "run")
+    gateway = Gateway(0, (), ServerConfig(ui=False), host, lambda report: None)
+    try:
+        spent, child = KeyBudgets((SPENT,)), Child()
+        gateway.publish_budgets(spent)  # before there is a process
+        gateway.child = cast(Any, child)
+        gateway.publish_budgets(spent)
+        assert child.sent == []
+        for budgets in (KeyBudgets(), KeyBudgets(), spent):
+            gateway.publish_budgets(budgets)
+        assert child.sent == [KeyBudgets(), spent]
+    finally:
+        host.run_dir.unlock()

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,8 @@ def test_a_process_with_the_mark_is_found_in_any_session(
 ) -> None:
     for value in (mark, secrets.token_hex(16)):
         started.append(subprocess.Popen(SLEEP, env={MARK: value}, start_new_session=True))
+    for one in started:  # the kernel shows an environment a moment after the start of a program
+        poll("it has its environment", partial(procfs.has_variable, one.pid, MARK))
     assert end_leftovers([], mark) == 0
     assert started[0].wait(60) == -signal.SIGKILL
     assert started[1].poll() is None

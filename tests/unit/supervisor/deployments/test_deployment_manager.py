@@ -245,6 +245,70 @@ async def test_a_model_that_the_profile_leaves_out_will_not(
     assert manager.in_vain().startswith("no model can be served")
 
 
+# ---------------------------------------------------------------- restarts
+
+
+async def test_a_model_is_restarted_by_any_of_its_names_and_a_worker_by_its_own(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = await scene.begin(echo("a", aliases=["other"], replicas=2), echo("b"))
+    meant: list[list[str]] = []
+    for one in manager.served:
+        monkeypatch.setattr(one, "restart", lambda some: meant.append([r.name for r in some]))
+    for name in ("a", "other", "a/1", "b/0"):
+        answer = await manager.restart_model(name, wait=False)
+        assert answer == Accepted(f"{name} is restarting")
+    assert meant == [["a/0", "a/1"], ["a/0", "a/1"], ["a/1"], ["b/0"]]
+    assert scene.told == [f"restart of {name}" for name in ("a", "other", "a/1", "b/0")]
+
+
+async def test_a_name_that_nobody_has_is_told_with_the_nearest(scene: Scene) -> None:
+    manager = await scene.begin(echo("qwen", replicas=2))
+    answer = await manager.restart_model("qwen/2", wait=False)
+    assert answer == Refused(
+        "no model or worker is called 'qwen/2'; there are: qwen, qwen/0, qwen/1; did you mean"
+        " 'qwen/1'?",
+        True,
+    )
+
+
+async def test_what_is_not_loaded_changes_already_or_ends_is_not_restarted(scene: Scene) -> None:
+    manager = await scene.begin(echo("a"), echo("b", load="on_demand"))
+    answer = await manager.restart_model("b", wait=False)
+    assert answer == Refused("b is not loaded; `servekit load b` loads it")
+    assert await manager.restart_model("a", wait=False) == Accepted("a is restarting")
+    answer = await manager.restart_model("a/0", wait=False)
+    assert answer == Refused("a is changing already; try again when it is done")
+    await settle()
+    answer = await manager.restart_model("a/0", wait=False)  # which is draining now
+    assert isinstance(answer, Refused)
+    assert "there are: a, b, a/1; did you mean" in answer.message, "it is none that there is"
+    manager.stop_changes()
+    answer = await manager.restart_model("a", wait=False)
+    assert answer == Refused("servekit is shutting down")
+    assert scene.told == ["restart of a"]
+
+
+@pytest.mark.parametrize(
+    ("why", "told"),
+    [
+        ("", Accepted("a is restarted")),
+        ("no file there", Refused("a could not be restarted: no file there")),
+    ],
+)
+async def test_who_waits_is_told_how_a_restart_has_gone(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, why: str, told: Accepted | Refused
+) -> None:
+    manager = await scene.begin(echo("a"))
+
+    async def until_settled() -> str:
+        return why
+
+    monkeypatch.setattr(manager.served[0], "restart", lambda replicas: None)
+    monkeypatch.setattr(manager.served[0], "until_settled", until_settled)
+    assert await manager.restart_model("a", wait=True) == told
+
+
 # ---------------------------------------------------------------- the rest
 
 

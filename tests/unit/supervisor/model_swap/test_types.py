@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from servekit.protocol.residency import LoadMode, Residency
@@ -64,3 +66,10 @@ def test_others_leave_for_what_loads_or_always_stays(
 
 def test_quiet_begins_with_the_last_use_or_the_tier() -> None:
     assert model("resident").quiet_s(105.0) == 5.0
+
+
+def test_one_is_quiet_since_its_last_request_or_since_it_came() -> None:
+    one = model("resident")  # since 100, used at 90
+    assert one.quiet_s(130.0) == 30.0
+    assert replace(one, used_at=120.0).quiet_s(130.0) == 10.0
+    assert replace(one, busy=True).quiet_s(130.0) == 0.0

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from servekit.supervisor.scheduling.gpu_admission import GpuAdmission, NvmlReading
+from servekit.supervisor.scheduling.gpu_admission import GpuAdmission, LoadQueue, NvmlReading
 from servekit.supervisor.scheduling.gpu_reservations import GpuReservations
 from servekit.supervisor.scheduling.memory_requests import CONTEXT_BYTES, Assignment
 from servekit.system.gpu.gpus import Gpu, Slot
@@ -286,3 +286,20 @@ async def test_on_the_cpu_there_is_no_gate(gate: GpuAdmission) -> None:
     assert await gate.await_admission(worker("a", ())) == ""
     gate.left("a/0", {1})
     assert not gate.ledger.claim_of("a/0")
+
+
+async def test_one_that_ends_while_it_stands_aside_takes_no_gpu_any_more() -> None:
+    queue = LoadQueue()
+    await queue.lock_gpus("a/0", GPUS)
+    queue.step_aside("a/0", GPUS)
+    queue.release_gpus("a/0")
+    queue.step_back("a/0")  # a report that comes too late
+    await asyncio.sleep(0)
+    told: list[str] = []
+    await asyncio.wait_for(queue.lock_gpus("b/0", GPUS, told.append), 30)
+    assert told == []
+    queue.release_gpus("b/0")
+    await queue.lock_gpus("a/0", GPUS)  # its next life
+    queue.step_aside("a/0", GPUS)
+    await asyncio.wait_for(queue.lock_gpus("b/0", GPUS, told.append), 30)
+    assert told == []

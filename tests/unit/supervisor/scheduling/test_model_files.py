@@ -127,6 +127,20 @@ def test_a_gguf_in_parts(tmp_path: Path) -> None:
     assert "is one of 2 parts, and tiny-00002-of-00002.gguf is not there" in said
     (tmp_path / "tiny-00002-of-00002.gguf").write_bytes(first.read_bytes())
     assert problem(model("llamacpp"), first) == ""
+    write_without_tokenizer(tmp_path / "tiny-00002-of-00002.gguf")
+    assert problem(model("llamacpp"), first) == "", "the first part has it"
+    write_without_tokenizer(first)
+    assert problem(model("llamacpp"), first) == (
+        f"{first} has no tokenizer: its metadata has no tokenizer.ggml.tokens."
+    )
+
+
+def write_without_tokenizer(path: Path) -> None:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def test_a_gguf_of_an_architecture_that_transformers_does_not_know(tmp_path: Path) -> None:

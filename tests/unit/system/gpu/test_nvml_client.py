@@ -121,6 +121,30 @@ def test_a_driver_that_hangs_or_breaks_holds_nobody_up(drivers: list[Driver], co
     assert time.monotonic() - before < 10
 
 
+#: Answers amiss in its first life, and would answer the next question of it in its own time.
+AMISS = """
+import json, os, pathlib, sys, time
+mark = pathlib.Path({mark!r})
+first = not mark.exists()
+mark.write_text(str(os.getpid())) if first else None
+input()
+print("no json" if first else os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+def test_one_that_failed_is_ended_before_another_is_asked(
+    drivers: list[Driver], tmp_path: Path
+) -> None:
+    """Else what it says late would be taken for the answer to the next question."""
+    mark = tmp_path / "pid"
+    driver = scripted(drivers, AMISS.format(mark=str(mark)), rest_s=0.0)
+    assert driver.query("gpus") is None
+    first = int(mark.read_text())
+    assert procfs.read_process(first) is None
+    assert driver.query("gpus") not in (None, first)
+
+
 #: Four GPUs, joined in pairs 0-2 and 1-3; memory as newer drivers tell it.
 LINKED = """
 nvmlMemory_v2, NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK = 2, 2, 0
