@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from servekit.cli import models
 from servekit.protocol.messages import (
     Accepted,
     Progress,
@@ -20,6 +21,11 @@ from servekit.protocol.messages import (
 from servekit.protocol.residency import ResidencyStatus, SetResidency
 from tests.polling import poll_async
 from tests.unit.cli.instance import invoke, listening, make_model, make_replica, make_status
+
+
+@pytest.fixture(autouse=True)
+def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "_LOOK_EVERY_S", 0.01)
 
 
 def accept(message: ToSupervisor) -> Accepted:
@@ -67,6 +73,11 @@ def coming(model: str, progress: Progress | None, reason: str = "") -> Status:
     residence = ResidencyStatus("on_demand", "coming", reason)
     named = replace(make_model(model, found), aliases=("alias",), residence=residence)
     return make_status(make_model("other"), named)
+
+
+def test_a_model_that_stays_has_no_progress() -> None:
+    assert models._describe_progress(make_model("m")) == ""
+    assert models._describe_progress(None) == ""
 
 
 @pytest.mark.parametrize(

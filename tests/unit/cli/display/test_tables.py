@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import replace as replace_fields
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from servekit.protocol.types import ScaleStatus
 from servekit.supervisor.deployments.plan import Plan, Source
 from servekit.system.gpu.gpus import Gpu
 from tests.unit.cli.instance import make_model, make_replica, make_status
+from tests.unit.engines.origins import write_tiny_gguf
 
 MIB = 2**20
 GPUS = tuple(Gpu(n, f"GPU-{n}", "H100", 80 * 2**30, 80 * 2**30) for n in range(2))
@@ -60,6 +62,7 @@ def test_a_plan_shows_each_worker_and_that_there_is_no_gpu(tmp_path: Path) -> No
     assert [line[0] for line in lines[1:3]] == ["a/0", "a/1"]
     assert lines[1][1:3] == ["echo", "cpu"]
     assert lines[-1] == ["no NVIDIA GPU found"]
+    assert [line[0] for line in lines if line[0].isupper()] == ["WORKER"], "no other table"
 
 
 def test_a_plan_shows_presets_adapters_and_models_that_are_not_loaded_at_once(
@@ -89,6 +92,60 @@ def test_a_plan_shows_the_gpus_and_which_are_idle(tmp_path: Path) -> None:
     told = lines[-1][0].split("; ")
     assert told == [f"{GPUS[0]}, idle", str(GPUS[1])]
     assert find_line(lines, "a/0")[2].startswith("GPU 1")
+
+
+def test_the_memory_of_models_on_the_cpu_is_the_hosts(tmp_path: Path) -> None:
+    weights = write_tiny_gguf(tmp_path / "tiny.gguf")
+    text = f"""
+models:
+  - {{name: a, engine: llamacpp, path: {weights}, device: cpu}}
+  - {{name: b, engine: llamacpp, path: {weights}, device: cpu, memory: 1GiB}}
+"""
+    plan = make_plan(tmp_path, text)
+    lines = shown(tables.plan_tables(plan))
+    assert find_line(lines, "a/0")[3].isdecimal(), "its threads"
+    assert find_line(lines, "a/0")[4:] == ["auto", str(weights)]
+    head = ["MODEL", "WEIGHTS", "KV / 1K TOKENS", "CONTEXT", "LEAST", "CLAIM", "NOTE"]
+    assert find_line(lines, "MODEL") == head
+    assert find_line(lines, "a")[1:] == ["82 KiB", "256 KiB", "256", "146 KiB", "-"]
+    assert find_line(lines, "b")[-1] == "1.0 GiB"
+    room = "1.0 GiB have room for the weights and these requests: 16382 of 256 tokens"
+    assert [f"b: {room}"] in lines
+    assert [line.plain for line in tables.fit_lines(plan, ["b"])] == [f"b: {room}"]
+
+
+def test_the_memory_of_models_on_gpus_is_that_of_each_gpu(tmp_path: Path) -> None:
+    weights = write_tiny_gguf(tmp_path / "tiny.gguf")
+    text = f"models: [{{name: a, engine: llamacpp, path: {weights}, gpus: [0], memory: 4GiB}}]"
+    lines = shown(tables.plan_tables(make_plan(tmp_path, text, GPUS)))
+    assert find_line(lines, "a/0")[2:4] == ["GPU 0 (H100)", "auto"], "threads do not matter"
+    assert find_line(lines, "MODEL")[4:6] == ["LEAST PER GPU", "CLAIM PER GPU"]
+    assert any(line[0].startswith("a: 4.0 GiB of GPU 0 (H100) have room for ") for line in lines)
+
+
+def test_weights_that_cannot_fit_are_told(tmp_path: Path) -> None:
+    weights = write_tiny_gguf(tmp_path / "tiny.gguf")
+    text = f"models: [{{name: a, engine: llamacpp, path: {weights}, device: cpu, memory: 1GiB}}]"
+    plan = make_plan(tmp_path, text)
+
+    def told(weights_bytes: int, *, partly: bool = False) -> list[str]:
+        """What is said of that many bytes; `partly`: the rest may stay in the host's memory."""
+        found = plan.estimates["a"]
+        found = replace_fields(found, on_each_weights_bytes=weights_bytes, partly=partly)
+        lines = tables.fit_lines(replace_fields(plan, estimates={"a": found}))
+        return [line.plain for line in lines]
+
+    said = "a: its weights alone take more than the 1.0 GiB that there are"
+    assert told(2**30 + 1) == [f"{said}; choose a smaller or quantised model"]
+    assert told(2**30) == [], "they fit, with nothing else"
+    assert told(2**40, partly=True) == []
+
+
+def test_with_ray_the_gpus_are_the_clusters(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path, "{launcher: ray, models: [{name: a, engine: echo}]}")
+    lines = shown(tables.plan_tables(plan))
+    assert lines[-1] == ["GPUs: those of the Ray cluster at auto, which `up` asks for them"]
+    assert find_line(lines, "a/0")[2] == "cpu, on a Ray node"
 
 
 # ---------------------------------------------------------------- a running instance
