@@ -45,10 +45,10 @@ def dead(ago_s: float, worker: str = "m/0", what: str = "killed", **detail: Any)
 def folder(tmp_path: Path) -> Path:
     write(
         tmp_path,
-        event(7200, "up", pid=7),
-        event(100, "started", "m/0", pid=8),
-        event(90, "ready", "m/0", after_s=1.5),
-        event(80, "ready", "n/0", after_s=2.5),
+        event(9000, "up", pid=7),
+        event(6000, "started", "m/0", pid=8),
+        event(1200, "ready", "m/0", after_s=1.5),
+        event(600, "ready", "n/0", after_s=2.5),
     )
     return tmp_path
 
@@ -67,8 +67,8 @@ def kinds(folder: Path, *options: object) -> list[str]:
         (["-n", "0"], []),
         (["-m", "m"], ["started", "ready"]),
         (["--worker", "n/0"], ["ready"]),
-        (["--since", "1h"], ["started", "ready", "ready"]),
-        (["--since", "95s", "--model", "m/0"], ["ready"]),
+        (["--since", "2h"], ["started", "ready", "ready"]),
+        (["--since", "1h", "--model", "m/0"], ["ready"]),
     ],
 )
 def test_a_part_may_be_chosen(folder: Path, options: list[str], told: list[str]) -> None:
@@ -79,7 +79,7 @@ def test_json_has_a_fixed_form(folder: Path) -> None:
     [line] = invoke("events", "--json", "-n", "1", run_dir=folder).stdout.splitlines()
     assert json.loads(line) == {
         "id": 4,
-        "at": NOW - 80,
+        "at": NOW - 600,
         "kind": "ready",
         "model": "n",
         "worker": "n/0",
