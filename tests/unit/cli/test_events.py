@@ -170,6 +170,23 @@ def test_a_follower_gets_each_event_once_and_those_of_a_new_file(folder: Path) -
     assert next(found).kind == "started", "though its number is lower"
 
 
+def test_a_follower_tells_nothing_twice_while_nothing_happens(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = 0
+
+    def sleep(seconds: float) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 4:
+            write(folder, event(0, "stopped", "m/0"))
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    found = events._follow_events(folder, EventFilter("m"), 9, follow=True)
+    told = [one.kind for one in itertools.islice(found, 3)]
+    assert told == ["started", "ready", "stopped"]
+
+
 def test_a_follower_without_past_begins_with_what_is_new(folder: Path) -> None:
     found = events._follow_events(folder, EventFilter(), 0, follow=True)
     told: list[str] = []
