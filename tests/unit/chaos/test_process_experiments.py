@@ -126,9 +126,14 @@ def test_a_stopped_process_goes_on(victim: subprocess.Popen[bytes]) -> None:
 def test_a_worker_for_experiments_is_known_by_its_environment() -> None:
     for value, takes in (("1", True), ("0", False), (None, False)):
         env = {} if value is None else {CHAOS: value}
-        with subprocess.Popen(["/bin/sleep", "600"], env=env) as process:
+        command = ["/bin/sh", "-c", "echo it runs; read x"]  # until its input ends
+        with subprocess.Popen(
+            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as process:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdout.readline()
             assert experiments.takes_fail_step(process.pid) is takes
-            process.kill()
+            process.stdin.close()
 
 
 def test_processes_of_an_engine_are_those_below_its_worker_with_its_marks() -> None:

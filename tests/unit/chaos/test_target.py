@@ -65,7 +65,10 @@ def stranger() -> Iterator[int]:
     if os.getuid():
         yield 1
         return
-    with subprocess.Popen(["sleep", "600"], user=65534) as process:
+    command = ["sh", "-c", "echo it runs; exec sleep 600"]
+    with subprocess.Popen(command, user=65534, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
         yield process.pid
         process.kill()
 
@@ -121,12 +124,13 @@ def test_processes_are_the_supervisor_its_marked_ones_and_all_below(
 ) -> None:
     target = Target(URL, tmp_path, replace(status, pid=-1), "m", "a-mark")
     assert target.list_processes() == []
-    command = "read x; sleep 600 & echo $!; wait"
+    command = "echo it runs; read x; sleep 600 & echo $!; wait"
     marked = {**os.environ, MARK: "a-mark"}
     with subprocess.Popen(
         ["sh", "-c", command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=marked
     ) as process:
         assert process.stdin is not None and process.stdout is not None
+        process.stdout.readline()
         assert [one.pid for one in target.list_processes()] == [process.pid]
         process.stdin.write(b"\n")
         process.stdin.flush()
