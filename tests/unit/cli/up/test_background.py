@@ -15,6 +15,7 @@ from servekit.cli.up import background
 from servekit.cli.up.background import Background
 from servekit.errors import StartError
 from servekit.protocol.messages import Progress, Status
+from servekit.supervisor.process import run_dir
 from tests.unit.cli.instance import listening, make_model, make_replica, make_status
 
 #: Opens the lock, writes the record with its PID, and stays until it is told to go.
@@ -125,3 +126,14 @@ def test_the_log_is_beside_the_first_run_directory_that_allows_it(tmp_path: Path
     with pytest.raises(StartError, match=r"cannot write the log .*/file/run\.log: "):
         background._open_first_log([refused, tmp_path / "file" / "other"])
     assert not (tmp_path / "other.log").exists()
+
+
+def test_a_log_in_a_folder_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = tmp_path / "theirs"
+    monkeypatch.setattr(run_dir, "_fallback_base", lambda: theirs)
+    (tmp_path / "mine").mkdir()
+    theirs.symlink_to(tmp_path / "mine")  # as somebody could have prepared it in /tmp
+    with pytest.raises(StartError, match="is not a directory, or is a symbolic link"):
+        background._open_first_log([theirs / "servekit" / "default"])

@@ -9,11 +9,11 @@ from tests.unit.cli.instance import invoke, listening
 
 
 def test_the_link_is_printed_with_its_life_beside_it(tmp_path: Path) -> None:
-    with listening(tmp_path, lambda message: Link("http://a/ui?token=t", 600.0)) as heard:
+    with listening(tmp_path, lambda message: Link("http://a/ui?token=t", 3600.0)) as heard:
         done = invoke("link", run_dir=tmp_path)
     assert heard == [CreateLink()]
     assert (done.exit_code, done.stdout) == (0, "http://a/ui?token=t\n")
-    assert done.stderr == "It may be opened once, within 10 minutes.\n"
+    assert done.stderr == "It may be opened once, within 60 minutes.\n"
 
 
 def test_a_refusal_prints_no_link(tmp_path: Path) -> None:
