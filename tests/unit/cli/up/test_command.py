@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from servekit.cli.up import command
+from servekit.cli.up.background import Background
 from servekit.errors import ConfigError
-from tests.unit.cli.instance import invoke
+from servekit.protocol.messages import WorkerState
+from tests.unit.cli.instance import invoke, listening, make_model, make_replica, make_status
+from tests.unit.cli.up.test_background import holding
 
 
 @pytest.fixture(autouse=True)
@@ -110,3 +114,77 @@ def test_a_plan_of_local_models_needs_no_word(
     command.tell_fit(command.make_plan(command.make_source(config)))
     captured = capsys.readouterr()
     assert captured.out == captured.err == ""
+
+
+# ---------------------------------------------------------------- in the background
+
+
+@pytest.fixture
+def started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[tuple[Path, Path | None, Sequence[str]]]]:
+    """What was to be started; a process that holds a run directory is the instance."""
+    asked: list[tuple[Path, Path | None, Sequence[str]]] = []
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with holding(folder) as process:
+
+        def start(path: Path, run_dir: Path | None, flags: Sequence[str]) -> Background:
+            asked.append((path, run_dir, flags))
+            return Background(process, tmp_path / "log")
+
+        monkeypatch.setattr(Background, "start", start)
+        yield asked
+
+
+@pytest.mark.parametrize(("state", "code"), [("ready", 0), ("failed", 1)])
+def test_the_exit_code_says_whether_all_models_serve(
+    config: Path, tmp_path: Path, started: list[object], state: WorkerState, code: int
+) -> None:
+    run_dir = tmp_path / "run"
+    status = make_status(make_model("a", make_replica("a/0", state)))
+    with listening(run_dir, lambda message: None, status):
+        done = invoke("up", config, "-d", "--port", "7", "--profile", "night", run_dir=run_dir)
+    assert done.exit_code == code, done.stderr
+    assert started == [(config, run_dir, ["--port", "7", "--profile", "night"])]
+    assert f"servekit down --run-dir {run_dir}" in done.stdout
+
+
+def test_flags_are_passed_on(config: Path, tmp_path: Path, started: list[object]) -> None:
+    run_dir = tmp_path / "run"
+    flags = ["--insecure", "--quiet", "--host", "127.0.0.2", "--log-format", "json"]
+    with listening(run_dir, lambda message: None):
+        done = invoke("up", config, "-d", *flags, run_dir=run_dir)
+    assert done.exit_code == 0, done.stderr
+    assert started == [(config, run_dir, flags)]
+
+
+def test_a_profile_that_was_switched_to_is_in_force_again(
+    config: Path, tmp_path: Path, started: list[object]
+) -> None:
+    run_dir = tmp_path / "run"
+    for written, told in (
+        ('["", "night"]', "the profile is night again, as before\n"),
+        ('["", "gone"]', ""),
+        ('["night", ""]', ""),
+    ):
+        (run_dir / "profile.json").write_text(written)
+        with listening(run_dir, lambda message: None):
+            done = invoke("up", config, "-d", run_dir=run_dir)
+        assert (done.exit_code, done.stderr.replace("m/0: ready\n", "")) == (0, told)
+    (run_dir / "profile.json").write_text('["night", ""]')
+    with listening(run_dir, lambda message: None):
+        done = invoke("up", config, "-d", "--profile", "night", run_dir=run_dir)
+    assert "the profile is all again, as before\n" in done.stderr
+
+
+def test_ctrl_c_leaves_the_instance_alone(
+    config: Path, tmp_path: Path, started: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(instance: Background) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Background, "until_started", interrupt)
+    done = invoke("up", config, "-d", run_dir=tmp_path / "run")
+    assert done.exit_code == 130
+    assert "goes on in the background; its log: " in done.stderr
