@@ -124,3 +124,16 @@ def test_on_a_terminal_there_is_a_picture_that_goes_away() -> None:
     shown.close()
     shown.close()
     assert shown._live is None
+
+
+def test_lines_come_every_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the usual times
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    shown, console = display(options(requests=20), terminal=False)
+    shown.began(LOAD, make_tally(100.0))
+    lines = []
+    for now[0] in (104.9, 105.0, 105.1, 109.9, 110.1):
+        shown.looked()
+        lines.append(len(told(console).splitlines()))
+    assert lines == [0, 1, 1, 1, 2]
