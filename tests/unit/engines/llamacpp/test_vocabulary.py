@@ -58,6 +58,11 @@ def test_a_piece_may_be_longer_than_the_first_room_for_it(bytes_: Vocabulary) ->
     assert bytes_.piece(1) == b"<|im_start|>"
 
 
+def test_the_space_of_a_piece_stays(bytes_: Vocabulary, pieces: Vocabulary) -> None:
+    assert [bytes_.piece(token) for token in bytes_.tokenize(" t", special=False)] == [b" t"]
+    assert pieces.piece(pieces.tokenize("the", special=False)[0]) == b" the"
+
+
 def test_special_tokens_are_told_from_those_that_were_only_added(
     bytes_: Vocabulary, pieces: Vocabulary
 ) -> None:
