@@ -58,6 +58,13 @@ def test_a_piece_may_be_longer_than_the_first_room_for_it(bytes_: Vocabulary) ->
     assert bytes_.piece(1) == b"<|im_start|>"
 
 
+def test_padding_of_a_vocabulary_has_no_bytes(tmp_path: Path) -> None:
+    unused = ["[PAD300]", "[PAD301]"]
+    for vocabulary in opened(write_tiny_gguf(tmp_path / "tiny.gguf", added=(unused, 5))):
+        assert vocabulary.piece(vocabulary.size - 1) == b""
+        assert vocabulary._mark_special(vocabulary.size - 1) == b""
+
+
 def test_the_space_of_a_piece_stays(bytes_: Vocabulary, pieces: Vocabulary) -> None:
     assert [bytes_.piece(token) for token in bytes_.tokenize(" t", special=False)] == [b" t"]
     assert pieces.piece(pieces.tokenize("the", special=False)[0]) == b" the"
