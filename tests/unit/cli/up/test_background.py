@@ -137,3 +137,23 @@ def test_a_log_in_a_folder_of_another_user_is_refused(
     theirs.symlink_to(tmp_path / "mine")  # as somebody could have prepared it in /tmp
     with pytest.raises(StartError, match="is not a directory, or is a symbolic link"):
         background._open_first_log([theirs / "servekit" / "default"])
+
+
+def test_what_is_started_gets_the_file_the_log_and_the_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = ["sh", "-c", 'echo "$SERVEKIT_HOST" "$@"; cat', "sh"]
+    monkeypatch.setattr(background, "module_command", lambda module: program)
+    monkeypatch.setenv("SERVEKIT_HOST", "10.0.0.7")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    folder, config = tmp_path / "run", tmp_path / "servekit.yaml"
+    (tmp_path / "run.log").write_text("of a start before\n")
+    given = Background.start(config, folder, ["--port", "0"])
+    assert given.process.wait() == 0, "its input is empty"
+    assert given.log == tmp_path / "run.log"
+    words = f"up --config {config} --log-file {given.log} --port 0 --run-dir {folder}"
+    assert given._last_lines() == f" {words}"
+    default = Background.start(config, None)
+    assert default.process.wait() == 0
+    assert default.log == tmp_path / "state" / "servekit" / "default.log"
+    assert default._last_lines() == f" up --config {config} --log-file {default.log}"
