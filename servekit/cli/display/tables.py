@@ -354,7 +354,7 @@ def gpu_use(replica: ReplicaStatus) -> str:
 
 
 def progress_text(progress: Progress) -> str:
-    """Format progress: "fetch 12.0 of 94.0 MB", "load 30 of 272 tensors", "warm-up"."""
+    """Format progress: "fetch 12 MiB of 90 MiB", "load 30 of 272 tensors", "warm-up"."""
     if not progress.total:
         return progress.phase
     if progress.unit == "bytes":

@@ -39,9 +39,9 @@ HOST_THREADS = 4
 #: More layers than any model has.
 _ALL_LAYERS = 10_000
 _DOTS = 100
-#: Pooling types that a file may name, by llama.cpp's number.
 #: Tensors of a classifier, of which a model that ranks has some.
 HEADS = frozenset({"cls.weight", "cls.output.weight"})
+#: Pooling types that a file may name, by llama.cpp's number.
 _KNOWN_POOLINGS = frozenset(POOLINGS.values()) - {POOLINGS["none"]}
 
 
