@@ -29,8 +29,15 @@ async def living_nodes() -> dict[str, dict[str, Any]]:
 async def look_at(
     nodes: Iterable[dict[str, Any]], wants: tuple[c.NodeRequirements, ...], within_s: float
 ) -> tuple[Node, ...]:
-    """Return what each node finds, or why it could not be checked."""
-    return tuple(await asyncio.gather(*(_probe(node, wants, within_s) for node in nodes)))
+    """Return what each node finds, or why it could not be checked.
+
+    Nodes that leave the cluster meanwhile are left out: Ray lists a lost node for some seconds.
+    """
+    found = tuple(await asyncio.gather(*(_probe(node, wants, within_s) for node in nodes)))
+    if not any(node.problem for node in found):
+        return found
+    there = await living_nodes()
+    return tuple(node for node in found if not node.problem or node.node in there)
 
 
 async def _probe(

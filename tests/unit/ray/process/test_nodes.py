@@ -64,6 +64,7 @@ def tasks(monkeypatch: pytest.MonkeyPatch) -> Tasks:
     made = Tasks()
     function = type("Function", (), {"options": staticmethod(made.task_of)})
     monkeypatch.setattr("ray.remote", lambda what: function)
+    monkeypatch.setattr("ray.nodes", lambda: [entry(ONE), entry(TWO)])
     monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.001)
     return made
 
@@ -112,6 +113,19 @@ async def test_a_new_node_is_given_a_moment(tasks: Tasks, monkeypatch: pytest.Mo
     tasks.answers[ONE] = [early, Node(ONE, "?")]
     [found] = await look_at([entry(ONE)], (WANT,), 30.0)
     assert "not yet" in found.problem
+
+
+async def test_a_node_that_is_lost_meanwhile_is_no_fault_of_the_cluster(
+    tasks: Tasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_KNOWN_S", 0.0)
+    tasks.answers[ONE] = [TaskUnschedulableError("the node doesn't exist any more")]
+    tasks.answers[TWO] = [Node(TWO, "?", servekit="0.1.0")]
+    both = [entry(ONE), entry(TWO)]
+    first, second = await look_at(both, (WANT,), 30.0)
+    assert "any more" in first.problem and not second.problem, "Ray still lists it"
+    monkeypatch.setattr("ray.nodes", lambda: [entry(ONE, alive=False), entry(TWO)])
+    assert await look_at(both, (WANT,), 30.0) == (second,)
 
 
 async def test_one_node_that_is_silent_holds_up_no_other(tasks: Tasks) -> None:
