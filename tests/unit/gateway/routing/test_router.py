@@ -275,7 +275,7 @@ async def test_requests_wait_while_a_reload_leaves_no_worker_for_a_time(service:
 
 async def test_deadlines_count_waiting_and_running(service: Service) -> None:
     [worker] = await service.up(step_s=0.002, slots=1)
-    running = service.router.queue_call(ask(tokens=8000), timeout_s=0.2)
+    running = service.router.queue_call(ask(tokens=8000), timeout_s=0.6)
     waiting = service.router.queue_call(ask(), timeout_s=0.1)
     with pytest.raises(DeadlineExceeded, match="waiting"):
         await answer(waiting)
