@@ -135,6 +135,17 @@ def test_who_is_offline_asks_nobody(
     assert (found.level, name in found.said, asked) == ("warning", True, [])
 
 
+def test_what_other_machines_fetch_is_not_asked_for_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with index() as (url, asked):
+        monkeypatch.setenv("PIP_INDEX_URL", url)
+        models = [{"name": "m", "engine": "llamacpp", "path": "pypi:tiny-model==2.0"}]
+        cluster = {"launcher": "ray", "ray": {"address": "localhost:6379"}}
+        plan = Source(write_config(tmp_path, models, None, cluster)).plan(())
+        assert (look_up(plan), asked) == ([], [])
+
+
 def test_what_is_here_is_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = tmp_path / "cache/servekit/models/tiny"
     entry.mkdir(parents=True)

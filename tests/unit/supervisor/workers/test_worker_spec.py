@@ -74,3 +74,13 @@ def test_the_generation_does_not_depend_on_how_arguments_are_written() -> None:
     assert digest({"kv-cache-dtype": "fp8", "seed": 1}) == digest(
         {"seed": 1, "--kv_cache_dtype": "fp8"}
     )
+
+
+def test_the_generation_has_the_sampling_that_is_set_but_not_the_length() -> None:
+    def digest(sampling: dict[str, object]) -> str:
+        keys = {"name": "a", "path": "a", "sampling": sampling}
+        return digest_settings(ModelConfig.model_validate(keys))
+
+    assert digest({"max_tokens": 7}) == digest({"max_tokens": 8}) == digest({})
+    assert digest({"temperature": 0.5, "max_tokens": 7}) == digest({"temperature": 0.5})
+    assert digest({"temperature": 0.5}) != digest({})
