@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.mutants.edits import ROOT, Edit, explain_stale, read_edits
+from tests.mutants.random_edits import find_edits
 
 EDITS = read_edits()
 ONE = Edit("a", "health", "servekit/a.py", "x = 1", "x = 2", ("tests/test_a.py::test_it",))
@@ -79,3 +81,25 @@ def test_names_are_given_once(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text(f"{entry}\n\n{entry}\n")
     with pytest.raises(ValueError, match="the same name"):
         read_edits(tmp_path)
+
+
+def test_every_random_edit_is_another_program() -> None:
+    path = ROOT / "servekit" / "gateway" / "routing" / "throughput.py"
+    source = path.read_bytes()
+    edits = list(find_edits(path))
+    assert len(edits) > 10
+    for edit in edits:
+        changed = source[: edit.start] + edit.new.encode() + source[edit.end :]
+        assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source)), edit.describe()
+
+
+def test_annotations_assertions_and_log_lines_are_not_edited(tmp_path: Path) -> None:
+    file = tmp_path / "a.py"
+    file.write_text(
+        "def f(a: int = 1, *, b: Literal[2]) -> Literal[3]:\n"
+        "    assert a == 4\n"
+        "    log.warning('five', six=6)\n"
+        "    c: Literal[7] = b\n"
+        "    return f'{c + 8}'\n"
+    )
+    assert sorted(edit.new for edit in find_edits(file, tmp_path)) == ["2", "None"]
