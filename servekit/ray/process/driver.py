@@ -42,6 +42,7 @@ _SHUN_S = 30.0
 _WATCH_EVERY_S = 1.0
 #: The supervisor's interval for the GPUs of its own machine.
 _MEASURE_EVERY_S = 5.0
+_LEFT = "it is no longer a node of the Ray cluster"
 
 
 async def run_driver(control: socket.socket) -> int:
@@ -141,11 +142,13 @@ class Driver:
         until = time.monotonic() + order.within_s - _SOONER_S
         there = await nodes.living_nodes()
         if order.node and order.node not in there:
-            return c.RequestFailed(order.id, "it is no longer a node of the Ray cluster")
+            return c.RequestFailed(order.id, _LEFT)
         if not order.node:
             self._wants = order.wants  # also for nodes that join later
         asked = [there[order.node]] if order.node else there.values()
         looks = await nodes.look_at(asked, order.wants, _left_s(until))
+        if order.node and not looks:
+            return c.RequestFailed(order.id, _LEFT)
         self._checks.record(looks, order.wants)
         return c.NodesInspected(order.id, looks)
 

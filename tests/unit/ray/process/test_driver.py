@@ -237,13 +237,25 @@ async def test_an_error_of_ray_is_an_answer(
     assert (type(answer), answer.message) == (c.RequestFailed, said)
 
 
-async def test_nodes_examine_themselves_when_they_are_asked(stage: Stage) -> None:
+async def test_nodes_examine_themselves_when_they_are_asked(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inspected = await stage.ask(c.InspectNodes(4, 20.0, (WANT,)))
     assert [node.node for node in inspected.nodes] == ["n1", "n2"]
     inspected = await stage.ask(c.InspectNodes(5, 20.0, (), "n2"))
     assert [node.node for node in inspected.nodes] == ["n2"]
     refused = await stage.ask(c.InspectNodes(6, 20.0, (), "n9"))
     assert refused.message == "it is no longer a node of the Ray cluster"
+
+    async def lose(*asked: object) -> tuple[Node, ...]:
+        return ()
+
+    monkeypatch.setattr(nodes, "look_at", lose)
+    refused = await stage.ask(c.InspectNodes(7, 20.0, (), "n2"))
+    assert (type(refused), refused.message) == (
+        c.RequestFailed,
+        "it is no longer a node of the Ray cluster",
+    ), "it left while it was asked"
     assert stage.driver._wants == (WANT,), "one node alone does not change what models need"
 
 

@@ -127,6 +127,12 @@ async def test_a_node_that_is_lost_meanwhile_is_no_fault_of_the_cluster(
     monkeypatch.setattr("ray.nodes", lambda: [entry(ONE, alive=False), entry(TWO)])
     assert await look_at(both, (WANT,), 30.0) == (second,)
 
+    def fail() -> None:
+        raise ConnectionError("the control plane restarts")
+
+    monkeypatch.setattr("ray.nodes", fail)
+    assert await look_at(both, (WANT,), 30.0) == (first, second)
+
 
 async def test_one_node_that_is_silent_holds_up_no_other(tasks: Tasks) -> None:
     tasks.answers = {ONE: [None], TWO: [Node(TWO, "?", servekit="0.1.0")]}
