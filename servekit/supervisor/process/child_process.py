@@ -134,6 +134,7 @@ class ChildProcess(Generic[Incoming]):
         self._segments: set[Segment] = set()
         self._oom_kills = cgroup.count_oom_kills()
         self.forked = isinstance(process, Forked)
+        self._concluding: asyncio.Task[None] | None = None
         self._watch()
 
     @property
@@ -265,7 +266,7 @@ class ChildProcess(Generic[Incoming]):
             subreaper.kill_strays(CHILD_MARK)
         code = self._process.wait()
         subreaper.forget_process(self._process)
-        self._loop.create_task(self._conclude(code))
+        self._concluding = self._loop.create_task(self._conclude(code))  # the loop's is weak
 
     async def _end_escaped(self) -> None:
         """Kill the processes it started in other groups: they must not keep a GPU's memory."""
