@@ -138,6 +138,6 @@ class StaticRunner(CausalRunner):
 
     def _in_pieces(self) -> bool:
         """Return whether the prompt can be read in chunks; a recurrent model reads it whole."""
-        cache = self._cache.get("past_key_values")
+        cache = self._cache.get("cache", self._cache.get("past_key_values"))  # 5.24; before
         attends = not getattr(self._model, "_is_stateful", False)
         return attends and (cache is None or isinstance(cache, DynamicCache))

@@ -87,6 +87,7 @@ def create_processor(made: Any) -> Any:
     processor.model_runner._sample = take_best
     cache = processor.cache
     cache.layout = None  # of a step; read by `paged_attention`
+    cache.layers = ()  # 5.24's Mllama looks there for the keys and values of images
     own = made.model.config._attn_implementation == paged_attention.NAME
     if own and hasattr(cache, "layer_to_allocator"):  # older ones are written by their `update`
         cache.update = partial(hand_over, cache)

@@ -125,6 +125,7 @@ class Holder:
     """The object that the model receives as its cache."""
 
     layout: DecodeStep | ChunkStep | None = None
+    layers: tuple[()] = ()  # 5.24's Mllama looks there for the keys and values of images
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]

@@ -29,6 +29,9 @@ from servekit.engines.transformers.tensor_parallel import (
 from servekit.errors import LoadError
 from servekit.protocol.messages import WorkerSpec
 
+#: Names of a running request's cache in a model's arguments and outputs: from 5.24 on, before.
+_PAST = ("cache", "past_key_values")
+
 
 class Follower:
     """A rank's part of the model and of the KV cache."""
@@ -125,8 +128,8 @@ class Follower:
         if order.attention and str(module.config._attn_implementation) != order.attention:
             self._model.set_attn_implementation(order.attention)
         keeps = bool(kwargs.get("use_cache"))
-        if keeps and kwargs.get("past_key_values") is None:
+        if keeps and all(kwargs.get(name) is None for name in _PAST):
             self._past = None  # of an earlier request, whose memory this one may need
         outputs = module(*args, **kwargs)
         if keeps:
-            self._past = outputs.past_key_values
+            self._past = next(outputs[name] for name in _PAST if name in outputs)

@@ -23,7 +23,7 @@ from servekit.engines.api.base import Job
 #: tokens they are for, and the vectors of each layer (Qwen3-VL).
 MASK, ADDED = "visual_pos_masks", "deepstack_visual_embeds"
 #: Arguments of the decoder that say nothing of images.
-_PLAIN = ("input_ids", "past_key_values", "cache_position")
+_PLAIN = ("input_ids", "cache", "past_key_values", "cache_position")
 _MASK30 = 0x3FFFFFFF  # the library hashes tokens as signed 32-bit numbers
 
 

@@ -95,8 +95,14 @@ def reference(
     answers = []
     for prompt in prompts:
         ids = tokenizer(prompt, return_tensors="pt")
+        # without a cache: peft 0.21 forgets virtual tokens in that of transformers 5.24
         whole = adapted.generate(
-            **ids, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
+            **ids,
+            max_new_tokens=count,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            use_cache=False,
         )
         answers.append(whole[0, ids["input_ids"].shape[1] :].tolist())
     return answers
