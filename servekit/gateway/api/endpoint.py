@@ -22,11 +22,11 @@ from servekit.gateway.generation.stream_writer import ResponseEncoder, StreamWri
 from servekit.gateway.http.asgi import (
     EVENT_STREAM,
     Envelope,
+    ErrorResponses,
     Receive,
     Scope,
     Send,
     api_key,
-    error_responses,
     read_body,
     send_json,
     session_of,
@@ -232,7 +232,7 @@ class EndpointFactory:
         """Return an endpoint whose answer combines several calls, none of them streamed."""
 
         async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
-            async with error_responses(send, self._encode):
+            async with ErrorResponses(send, self._encode):
                 body = await read_body(scope, receive, self._max_body_bytes)
                 asked, write = parse(body, api_key(dict(scope["headers"])))
                 del body
@@ -251,7 +251,7 @@ class EndpointFactory:
         """Return an endpoint that the gateway answers by itself, without a worker."""
 
         async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
-            async with error_responses(send, self._encode):
+            async with ErrorResponses(send, self._encode):
                 await send_json(send, parse(await read_body(scope, receive, self._max_body_bytes)))
 
         return endpoint

@@ -18,12 +18,12 @@ from servekit.errors import ClientClosed, RequestError, ServekitError, Unsupport
 from servekit.gateway.api.forwarded_body import FoundModel, find_model
 from servekit.gateway.http.asgi import (
     ClientGone,
+    ErrorResponses,
     Receive,
     Scope,
     Send,
     api_key,
     envelope,
-    error_responses,
     read_body,
     send_error,
     session_of,
@@ -84,7 +84,7 @@ class Forwarding:
         return next(filter(None, (_pattern_of(r, path) for r in self._router.routes.values())), "")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with error_responses(send):
+        async with ErrorResponses(send):
             call = await self._open(scope, receive)
             watch = DisconnectWatcher(call, receive)
             try:

@@ -21,10 +21,10 @@ from servekit.gateway.api.openai.schema import decode
 from servekit.gateway.api.openapi.operation import Operation
 from servekit.gateway.auth.authorization import ACTING, Access
 from servekit.gateway.http.asgi import (
+    ErrorResponses,
     Receive,
     Scope,
     Send,
-    error_responses,
     read_body,
 )
 from servekit.gateway.http.response import Endpoint
@@ -94,7 +94,7 @@ class Lora:
     async def _run_change(
         self, act: Callable[[bytes], Awaitable[str]], scope: Scope, receive: Receive, send: Send
     ) -> None:
-        async with error_responses(send):
+        async with ErrorResponses(send):
             await _send_text(send, await act(await self._body(scope, receive)))
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:

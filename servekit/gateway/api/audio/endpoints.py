@@ -31,12 +31,12 @@ from servekit.gateway.api.openapi.operation import FORM, Operation
 from servekit.gateway.api.scoring.calls import find_model
 from servekit.gateway.http.asgi import (
     EVENT_STREAM,
+    ErrorResponses,
     Receive,
     Scope,
     Send,
     api_key,
     envelope,
-    error_responses,
     read_body,
     send_json,
     session_of,
@@ -73,7 +73,7 @@ class Audio:
     async def _answer(
         self, kind: type[TranslationRequest], scope: Scope, receive: Receive, send: Send
     ) -> None:
-        async with error_responses(send):
+        async with ErrorResponses(send):
             form = await self._read_form(scope, receive)
             request = _decode(kind, form)
             call = self._open(request, form, dict(scope["headers"]))

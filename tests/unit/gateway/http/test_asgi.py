@@ -17,11 +17,11 @@ from servekit.errors import (
 )
 from servekit.gateway.http.asgi import (
     ClientGone,
+    ErrorResponses,
     MethodNotAllowed,
     api_key,
     encode_error,
     error_headers,
-    error_responses,
     error_type,
     read_body,
     send_error,
@@ -188,7 +188,7 @@ async def test_an_error_is_sent_with_its_headers_in_the_format_of_its_api() -> N
 
 async def test_an_error_within_an_endpoint_is_its_response() -> None:
     client = Client()
-    async with error_responses(client.send):
+    async with ErrorResponses(client.send):
         raise RequestError("n: too many", param="n")
     assert client.got[0]["status"] == 400
 
@@ -196,7 +196,7 @@ async def test_an_error_within_an_endpoint_is_its_response() -> None:
 @pytest.mark.parametrize("error", [ClientGone(), ClientClosed("gone")])
 async def test_a_client_that_is_gone_is_sent_nothing(error: Exception) -> None:
     client = Client()
-    async with error_responses(client.send):
+    async with ErrorResponses(client.send):
         raise error
     assert client.got == []
 
@@ -204,6 +204,6 @@ async def test_a_client_that_is_gone_is_sent_nothing(error: Exception) -> None:
 async def test_a_fault_of_our_own_is_left_to_others() -> None:
     client = Client()
     with pytest.raises(ZeroDivisionError):
-        async with error_responses(client.send):
+        async with ErrorResponses(client.send):
             raise ZeroDivisionError
     assert client.got == []

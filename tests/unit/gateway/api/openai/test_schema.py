@@ -117,7 +117,7 @@ def test_message_parts_and_roles() -> None:
         (b"\xff\xfe", None, "the body is not valid UTF-8"),
         (b'{"model":"m","prompt":"\xff"}', None, "the body is not valid UTF-8"),
         (b'"text"', None, "the body: expected `object`"),
-        (b'{"x":' + b"[" * 100_000, None, "nested too deeply"),
+        (b'{"x":' + b"[" * 1_000_000, None, "nested too deeply"),
         (b'{"model":"m","prompt":"a","seed":NaN}', None, "not valid JSON"),
         (b'{"model":"m","prompt":"a","temperature":1e999}', "temperature", "temperature"),
         (b'{"model":"m","prompt":"a","seed":99999999999999999999}', "seed", "seed"),
