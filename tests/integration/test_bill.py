@@ -17,7 +17,7 @@ from tests.deploy.bill import bill, closure, licence_of, pinned
 
 #: Licences that would ask something of who ships servekit.
 UNWANTED = ("AGPL", "GPL-2", "GPL-3", "GPLv2", "GPLv3", "SSPL", "BUSL", "Proprietary")
-NVIDIAS = "nvidia-"  # CUDA's libraries, with PyTorch's CUDA build: NVIDIA's own licence
+NVIDIAS = ("nvidia-", "cuda-")  # with PyTorch's CUDA build: NVIDIA's own licence
 
 
 @pytest.fixture(scope="module")

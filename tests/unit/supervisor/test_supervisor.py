@@ -411,7 +411,7 @@ async def test_without_processes_it_drains_at_once(stage: Stage) -> None:
         assert await asyncio.wait_for(stage.supervisor._drain(), 30) == 0
     assert [log["event"] for log in logs] == ["supervisor_draining", "supervisor_stopped"]
     assert logs[0]["at_most_s"] == 1
-    assert stage.shown[-1].draining
+    await poll_async("it is shown", lambda: stage.shown[-1].draining)
     assert all(gateway.ending for gateway in stage.supervisor._gateways)
     with pytest.raises(ConnectionRefusedError):
         await asyncio.open_connection("127.0.0.1", stage.port_before)

@@ -13,6 +13,7 @@ from servekit.protocol.messages import Hello, ModelInfo
 from servekit.protocol.transport.connection import FIRST_FRAME_BYTES, Connection, dial_address
 from servekit.protocol.transport.tcp import dial_member, listen_on_port
 from servekit.protocol.transport.tls import NotTrusted
+from tests.polling import poll_async
 from tests.unit.protocol.transport.test_connection import DEADLINE_S, End
 from tests.unit.protocol.transport.test_tls import GATEWAY, WORKER, listening
 
@@ -45,6 +46,7 @@ async def test_silence_is_probed_on_both_sides(lost_s: float, between_s: int) ->
         server = await listener.next()
         wanted = [1, between_s, between_s, 4, round(1000 * lost_s)]
         assert settings(socket_of(connection)) == wanted
+        await poll_async("the handshake", lambda: server.connection._transport)
         assert settings(socket_of(server.connection)) == wanted, "inherited"
         connection.close()
 
