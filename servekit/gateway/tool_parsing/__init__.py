@@ -17,6 +17,7 @@ from servekit.gateway.tool_parsing.events import (
     Text,
     ToolCallStart,
 )
+from servekit.gateway.tool_parsing.grammars.closed_objects import close_objects
 from servekit.gateway.tool_parsing.grammars.lark import after_thoughts
 from servekit.gateway.tool_parsing.grammars.schema_formats import without_unknown_formats
 from servekit.gateway.tool_parsing.grammars.tool_grammar import tool_grammar
@@ -45,6 +46,7 @@ __all__ = [
     "begins_thinking",
     "check_tools",
     "choice_by_word",
+    "close_objects",
     "is_json",
     "parse_tool_choice",
     "parser",

@@ -27,7 +27,7 @@ from servekit.gateway.api.openai.schema import (
     refuse_unserved,
     unserved_fields,
 )
-from servekit.gateway.tool_parsing import without_unknown_formats
+from servekit.gateway.tool_parsing import close_objects, without_unknown_formats
 from servekit.protocol.messages import ChatMessage, Grammar, Media, SamplingParams, ToolCall
 from servekit.protocol.types import GrammarParam
 
@@ -261,7 +261,8 @@ def grammar(format: ResponseFormat, param: str = "response_format") -> Grammar |
 def schema_grammar(schema: dict[str, Any] | bool) -> Grammar:
     """Return the constraint to JSON that fits `schema`."""
     schema = {} if schema is True else schema  # equivalent, in the form that compilers accept
-    return Grammar("json_schema", msgspec.json.encode(without_unknown_formats(schema)).decode())
+    compiled = close_objects(without_unknown_formats(schema))
+    return Grammar("json_schema", msgspec.json.encode(compiled).decode())
 
 
 def completion_prompts(request: CompletionRequest) -> list[Prompt]:

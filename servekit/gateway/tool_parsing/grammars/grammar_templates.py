@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from servekit.gateway.tool_parsing.grammars.closed_objects import OPEN
 from servekit.gateway.tool_parsing.grammars.lark import Lark, join_parts, one_of
 from servekit.gateway.tool_parsing.pythonic import PYTHON_MARKERS
 from servekit.gateway.tool_parsing.tagged_calls import (
@@ -22,13 +23,6 @@ from servekit.gateway.tool_parsing.tagged_calls import (
 )
 from servekit.gateway.tool_parsing.tool_definitions import Tool
 from servekit.protocol.messages import Dialect
-
-#: A schema with one of these keywords states by itself which further members an object may have.
-_OPEN = {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref"} | {
-    "anyOf",
-    "allOf",
-    "oneOf",
-}
 
 
 class Syntax:
@@ -54,7 +48,7 @@ class Syntax:
         if not (self._by_schema or function.get("strict")):
             return {"type": "object"}
         schema = {"type": "object", "properties": {}} | (function.get("parameters") or {})
-        return schema if _OPEN & schema.keys() else schema | {"additionalProperties": False}
+        return schema if OPEN & schema.keys() else schema | {"additionalProperties": False}
 
     def in_json(self, key: str) -> str:
         """Return a rule for {"name": …, key: {…}}."""

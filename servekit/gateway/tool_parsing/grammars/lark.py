@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from servekit.gateway.tool_parsing.grammars.closed_objects import close_objects
 from servekit.gateway.tool_parsing.grammars.schema_formats import without_unknown_formats
 from servekit.protocol.messages import Dialect, Grammar
 from servekit.protocol.types import GrammarParam
@@ -63,7 +64,7 @@ class Lark:
 
     def json(self, schema: Any, space: str = _ARGUMENTS_SPACE) -> str:
         """Return the rule for a value that fits a JSON schema; `space` may separate its parts."""
-        schema = {} if schema is True else without_unknown_formats(schema)
+        schema = {} if schema is True else close_objects(without_unknown_formats(schema))
         if isinstance(schema, dict):
             schema = schema | {"x-guidance": {"whitespace_pattern": space}}
         return self.rule(f"%json {json.dumps(schema, ensure_ascii=False)}")

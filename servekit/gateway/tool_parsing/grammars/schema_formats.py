@@ -22,16 +22,16 @@ FORMATS = frozenset(
 
 def without_unknown_formats(schema: Any) -> Any:
     """Return the schema without unknown formats; the same object if there are none."""
-    if not any(map(_is_unknown, _walk_schema(schema))):
+    if not any(map(_is_unknown, walk_schema(schema))):
         return schema
     copy = msgspec.json.decode(msgspec.json.encode(schema))  # answers repeat the original
-    for one in _walk_schema(copy):
+    for one in walk_schema(copy):
         if _is_unknown(one):
             del one["format"]
     return copy
 
 
-def _walk_schema(schema: Any) -> Iterator[dict[str, Any]]:
+def walk_schema(schema: Any) -> Iterator[dict[str, Any]]:
     """Yield a schema and all of its subschemas."""
     found = [schema] if isinstance(schema, dict) else []
     while found:
