@@ -296,7 +296,8 @@ class Gateway:
         from servekit.gateway.http.unix_proxy import UnixProxy
 
         assert self._settings.ui_socket is not None
-        self._app.ui = UnixProxy(self._settings.ui_socket)
+        limit = self._settings.max_body_bytes
+        self._app.ui = UnixProxy(self._settings.ui_socket, limit)
 
 
 def _bound(path: Path) -> socket.socket:
