@@ -98,6 +98,7 @@ def _target(scope: Scope) -> bytes:
 
 
 async def _relay(response: httpx.Response, send: Send) -> None:
+    """Send a response on; if the UI ends within it, the client sees that it is incomplete."""
     headers = [(k.lower(), v) for k, v in response.headers.raw if k.lower() not in HOP_BY_HOP]
     try:
         await send(
@@ -106,5 +107,7 @@ async def _relay(response: httpx.Response, send: Send) -> None:
         async for chunk in response.aiter_raw():
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
+    except httpx.TransportError:
+        return  # the server disconnects
     finally:
         await response.aclose()

@@ -20,7 +20,7 @@ class Server:
         self.path = path
         self.asked: list[bytes] = []
         self.pieces: list[bytes] = [b"hello"]
-        self.holds = False
+        self.holds = self.dies = False
         self.left = asyncio.Event()
 
     async def start(self) -> None:
@@ -38,7 +38,7 @@ class Server:
         if self.holds:
             await reader.read()
             self.left.set()
-        else:
+        elif not self.dies:
             writer.write(b"0\r\n\r\n")
         writer.close()
 
@@ -132,6 +132,13 @@ async def test_a_client_that_leaves_within_its_body_is_asked_nothing_more(server
     headers = [(b"host", b"x"), (b"content-length", b"6")]
     await ask(server, client, method="POST", headers=headers)
     assert (server.asked, client.sent) == ([], [])
+
+
+async def test_a_server_that_dies_within_its_answer_is_no_fault_of_ours(server: Server) -> None:
+    server.dies = True
+    client = await ask(server, Client(b""))
+    assert [one["type"] for one in client.sent] == ["http.response.start", "http.response.body"]
+    assert client.sent[-1]["more_body"], "the client sees that the answer is incomplete"
 
 
 async def test_the_server_notices_a_client_that_leaves(server: Server) -> None:
