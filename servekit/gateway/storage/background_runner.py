@@ -1,6 +1,7 @@
 """Runs responses with `background: true` through the gateway's own application.
 
-Refusals that pass (429 and 503) are tried again for a day.
+Refusals that pass (429 and 503) are tried again for a day. Between two tries a response is put
+back: those of a model that cannot serve would else keep all others waiting.
 """
 
 from __future__ import annotations
@@ -64,31 +65,38 @@ class BackgroundRunner(LeaseRunner[HeldResponse]):
                 if response.stream:
                     await self._stream(response)
                 else:
-                    await self._save(response, await self._answer(response))
+                    await self._answer(response)
         except ResponsesUnavailable:  # the log has it
             await asyncio.sleep(LOOK_EVERY_S)
         except Exception:
             log.exception("background_interrupted", response=row.id)
             await asyncio.sleep(LOOK_EVERY_S)
 
-    async def _answer(self, response: BackgroundResponse) -> Json:
-        """Return the response as it ended."""
+    async def _answer(self, response: BackgroundResponse) -> None:
+        """Run a response, and store how it ended; one that is refused for now is put back."""
         shown, asked = _read_request(response)
-        while True:
-            ACTING.set(self._router.access.callers.get(response.key))
-            answer = await post_internally(self._app, _PATH, asked)
-            if answer.status == 200:
-                answered: Json = msgspec.json.decode(answer.body)
-                return answered | {name: shown[name] for name in KEPT}
-            pause_s = answer.pause_s
-            if pause_s is None or time.time() + pause_s > response.created + _EXPIRES_S:
-                return shown | {"status": "failed", "error": _error_of(answer)}
-            await asyncio.sleep(pause_s)
+        ACTING.set(self._router.access.callers.get(response.key))
+        answer = await post_internally(self._app, _PATH, asked)
+        if answer.status == 200:
+            answered: Json = msgspec.json.decode(answer.body)
+            await self._save(response, answered | {name: shown[name] for name in KEPT})
+        elif not await self._put_back(response, answer.pause_s):
+            await self._save(response, shown | {"status": "failed", "error": _error_of(answer)})
+
+    async def _put_back(self, response: BackgroundResponse, pause_s: float | None) -> bool:
+        """Put a response back that can go on after a pause, unless it is a day old.
+
+        Returns whether it is put back.
+        """
+        if pause_s is None or time.time() + pause_s > response.created + _EXPIRES_S:
+            return False
+        await self._find().put_back(response.id, pause_s)
+        return True
 
     async def _stream(self, response: BackgroundResponse) -> None:
         """Run a response whose events are stored as they come.
 
-        It returns early if it cannot go on now; what is stored is then the begin of the next run.
+        If it cannot go on now, it is put back; what is stored is then the begin of the next run.
         """
         shown, asked = _read_request(response)
         exact = response.id not in self._changed
@@ -110,8 +118,7 @@ class BackgroundRunner(LeaseRunner[HeldResponse]):
         if error is not None and error["code"] == ModelChanged.code:
             self._changed.add(response.id)  # perhaps the other model writes the same
         if stream.end is None:
-            if pause_s is not None and time.time() + pause_s < response.created + _EXPIRES_S:
-                await asyncio.sleep(pause_s)
+            if await self._put_back(response, pause_s):
                 return
             stream.fail(error or _UNKNOWN)
         self._changed.discard(response.id)
