@@ -20,7 +20,11 @@ from servekit.gateway.api.openai.background_stream import KEPT, BackgroundStream
 from servekit.gateway.api.openai.responses import STREAMED
 from servekit.gateway.auth.authorization import ACTING
 from servekit.gateway.http.asgi import ASGIApp
-from servekit.gateway.http.internal_request import InternalAnswer, post_internally
+from servekit.gateway.http.internal_request import (
+    InternalAnswer,
+    post_internally,
+    refuse_internally,
+)
 from servekit.gateway.routing.router import Router
 from servekit.gateway.storage.background_store import (
     BackgroundResponse,
@@ -75,13 +79,25 @@ class BackgroundRunner(LeaseRunner[HeldResponse]):
     async def _answer(self, response: BackgroundResponse) -> None:
         """Run a response, and store how it ended; one that is refused for now is put back."""
         shown, asked = _read_request(response)
-        ACTING.set(self._router.access.callers.get(response.key))
-        answer = await post_internally(self._app, _PATH, asked)
+        answer = await self._post(response, asked)
         if answer.status == 200:
             answered: Json = msgspec.json.decode(answer.body)
             await self._save(response, answered | {name: shown[name] for name in KEPT})
         elif not await self._put_back(response, answer.pause_s):
             await self._save(response, shown | {"status": "failed", "error": _error_of(answer)})
+
+    async def _post(
+        self,
+        response: BackgroundResponse,
+        asked: bytes,
+        on_body: Callable[[bytes], None] | None = None,
+    ) -> InternalAnswer:
+        """Run a request in the name of the response's key, unless that has no tokens left."""
+        caller = self._router.access.callers.get(response.key)
+        ACTING.set(caller)
+        if caller is not None and (refused := caller.check_tokens()) is not None:
+            return refuse_internally(refused)
+        return await post_internally(self._app, _PATH, asked, on_body)
 
     async def _put_back(self, response: BackgroundResponse, pause_s: float | None) -> bool:
         """Put a response back that can go on after a pause, unless it is a day old.
@@ -101,12 +117,11 @@ class BackgroundRunner(LeaseRunner[HeldResponse]):
         shown, asked = _read_request(response)
         exact = response.id not in self._changed
         stream = await asyncio.to_thread(BackgroundStream, shown, response.stream, exact)
-        ACTING.set(self._router.access.callers.get(response.key))
         STREAMED.set(stream)
         ended = asyncio.Event()
         writing = asyncio.get_running_loop().create_task(self._write(response.id, stream, ended))
         try:
-            answer = await post_internally(self._app, _PATH, asked, stream.add_events)
+            answer = await self._post(response, asked, stream.add_events)
             ended.set()
             await writing
         finally:

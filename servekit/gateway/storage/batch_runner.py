@@ -19,11 +19,11 @@ from typing import Any
 import msgspec
 import structlog
 
-from servekit.errors import ModelNotFound, ServekitError
+from servekit.errors import ModelNotFound
 from servekit.gateway.api.openai.response import new_id
 from servekit.gateway.auth.authorization import ACTING
-from servekit.gateway.http.asgi import ASGIApp, encode_error, error_headers
-from servekit.gateway.http.internal_request import InternalAnswer, post_internally
+from servekit.gateway.http.asgi import ASGIApp
+from servekit.gateway.http.internal_request import post_internally, refuse_internally
 from servekit.gateway.http.request_context import BATCHED
 from servekit.gateway.routing.router import Router
 from servekit.gateway.storage.batch_store import Batch, BatchStore
@@ -223,7 +223,7 @@ class BatchRunner(LeaseRunner[Batch]):
                 if refused is None:
                     answer = await post_internally(self._app, line.url, bytes(line.body))
                 else:
-                    answer = _refuse(refused)
+                    answer = refuse_internally(refused)
             finally:
                 self._running -= 1
                 self._freed.set()
@@ -260,11 +260,6 @@ class BatchRunner(LeaseRunner[Batch]):
         residence = route.status.residence
         loads = residence is not None and residence.tier != "resident"
         return loads and not route.is_permanently_down and not route.waiting
-
-
-def _refuse(error: ServekitError) -> InternalAnswer:
-    status, body = encode_error(error)
-    return InternalAnswer(status, dict(error_headers(error)), body)
 
 
 def _result(custom_id: str | None, response: Json | None, error: Json | None) -> bytes:

@@ -26,7 +26,7 @@ from servekit.gateway.storage.background_store import BackgroundResponse, Backgr
 from servekit.gateway.storage.leases import LOOK_EVERY_S
 from servekit.gateway.storage.response_store import ResponseStore, StoredResponse, StreamPart
 from servekit.gateway.storage.store_file import ResponsesUnavailable
-from servekit.protocol.access import AccessRules, KeyRule, ResponseStorage
+from servekit.protocol.access import AccessRules, KeyRule, ResponseStorage, SpentBudget
 
 Json = dict[str, Any]
 RULES = ResponseStorage(2**20, 30.0)
@@ -186,6 +186,21 @@ async def test_a_refusal_that_passes_is_tried_again(scene: Scene) -> None:
         assert (await scene.stored()).status == "in_progress"
     await scene.run()
     assert (scene.store.put_back_s, scene.pauses) == ([1.0, 7.0], [])
+    assert (await scene.found())["status"] == "completed"
+
+
+@pytest.mark.parametrize("stream", [(), (StreamPart(0, 0, b""),)])
+async def test_one_of_a_key_without_tokens_waits_for_them(
+    scene: Scene, stream: tuple[StreamPart, ...]
+) -> None:
+    await scene.add(*stream)
+    ada = scene.router.access.callers["ada"]
+    ada.spent = SpentBudget("ada", "daily", 100, time.time() + 3600)
+    await scene.run()
+    assert (scene.asked, scene.store.put_back_s) == ([], [30.0])
+    ada.spent = None
+    scene.answers = [tell("c") if stream else ANSWER]
+    await scene.run()
     assert (await scene.found())["status"] == "completed"
 
 
