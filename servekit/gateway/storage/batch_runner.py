@@ -233,7 +233,7 @@ class BatchRunner(LeaseRunner[Batch]):
         response = {
             "status_code": answer.status,
             "request_id": answer.headers.get(b"x-request-id", b"").decode("latin-1"),
-            "body": msgspec.Raw(answer.body),
+            "body": _as_line(answer.body),
         }
         return answer.status == 200, _result(line.custom_id, response, None)
 
@@ -265,6 +265,15 @@ class BatchRunner(LeaseRunner[Batch]):
 def _result(custom_id: str | None, response: Json | None, error: Json | None) -> bytes:
     id = new_id("batch_req_")
     return _encode({"id": id, "custom_id": custom_id, "response": response, "error": error})
+
+
+def _as_line(body: bytes) -> msgspec.Raw | str:
+    """Return JSON on one line, any other body as text: forwarded requests may have either."""
+    text = body.decode(errors="replace")
+    try:
+        return msgspec.Raw(msgspec.json.format(text, indent=-1))
+    except (msgspec.DecodeError, RecursionError):
+        return text
 
 
 def read_lines(path: Path, most_bytes: int) -> Iterator[tuple[int, bytes | None]]:
