@@ -64,12 +64,13 @@ class BackgroundRunner(LeaseRunner[HeldResponse]):
         return await self._find().claim_responses()
 
     async def work(self, row: HeldResponse) -> None:
+        if self._router.draining:
+            return
         try:
-            if (response := await self._find().read_response(row.id)) is not None:
-                if response.stream:
-                    await self._stream(response)
-                else:
-                    await self._answer(response)
+            with self.delay_end():
+                if (response := await self._find().read_response(row.id)) is None:
+                    return
+                await (self._stream if response.stream else self._answer)(response)
         except ResponsesUnavailable:  # the log has it
             await asyncio.sleep(LOOK_EVERY_S)
         except Exception:

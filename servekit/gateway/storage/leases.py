@@ -11,11 +11,11 @@ import contextlib
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
-from servekit.gateway.routing.router import Router
+from servekit.gateway.routing.router import IncompleteRequest, Router
 from servekit.gateway.storage.store_file import ResponsesUnavailable, StoreFile, await_work
 from servekit.system.timers import next_tick_s
 
@@ -110,6 +110,19 @@ class LeaseRunner(Generic[_Row]):
     async def work(self, row: _Row) -> None:
         """Run a row to its end, or until it cannot go on now: then it is claimed again."""
         raise NotImplementedError
+
+    @contextlib.contextmanager
+    def delay_end(self) -> Iterator[None]:
+        """Let a gateway that drains end only after what is within, such as storing an answer.
+
+        Raises ModelUnavailable if it drains already.
+        """
+        unstored = IncompleteRequest(0, lambda _: None)
+        self._router.hold_incomplete(unstored)
+        try:
+            yield
+        finally:
+            self._router.release_incomplete(unstored)
 
     async def run_held_rows(self) -> None:
         """Run rows until cancelled."""

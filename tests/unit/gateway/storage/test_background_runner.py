@@ -190,6 +190,33 @@ async def test_a_refusal_that_passes_is_tried_again(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("stream", [(), (StreamPart(0, 0, b""),)])
+async def test_a_gateway_that_drains_ends_once_the_answer_is_stored(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, stream: tuple[StreamPart, ...]
+) -> None:
+    await scene.add(*stream)
+    scene.answers, idle, finish = [tell("c") if stream else ANSWER], [], scene.store.finish_response
+
+    async def note(*args: Any) -> None:
+        scene.router.drain()  # no call is left
+        await finish(*args)
+        idle.append(scene.router.idle.is_set())
+
+    monkeypatch.setattr(scene.store, "finish_response", note)
+    await scene.run()
+    assert (idle, scene.router.idle.is_set()) == ([False], True)
+    assert (await scene.found())["status"] == "completed"
+
+
+async def test_none_is_begun_once_the_gateway_drains(scene: Scene) -> None:
+    await scene.add()
+    held = await scene.runner.claim()
+    assert held is not None
+    scene.router.drain()
+    await scene.runner.work(held[0])
+    assert (scene.asked, scene.pauses) == ([], [])
+
+
+@pytest.mark.parametrize("stream", [(), (StreamPart(0, 0, b""),)])
 async def test_one_of_a_key_without_tokens_waits_for_them(
     scene: Scene, stream: tuple[StreamPart, ...]
 ) -> None:
