@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import msgspec
 import pytest
 
+from servekit.gateway.http import limits
 from servekit.gateway.http.asgi import Receive, Scope, Send
 from servekit.gateway.http.limits import Limits
 from servekit.gateway.http.protocol import Head, Http
@@ -62,11 +63,11 @@ async def test_who_is_connected_leaves_with_the_next_answer_once_the_doors_are_c
     listener = socket.create_server(("127.0.0.1", 0))
     taken_over = listener.dup()  # as the next gateway has it
     hot = {b"/hot": lambda exchange: exchange.send_json(b"{}")}
-    async with serving(nothing, listener, hot, 1000) as close_doors:
+    async with serving(nothing, listener, hot, 1000) as doors:
         reader, writer = await asyncio.open_connection(*listener.getsockname())
         writer.write(ask)
         assert b"connection: close" not in await reader.readuntil(b"\r\n\r\n{}")
-        close_doors()
+        doors.close()
         _, late_writer = await asyncio.open_connection(*taken_over.getsockname())
         late_writer.write(ask)
         writer.write(ask)
@@ -80,8 +81,31 @@ async def test_who_is_connected_leaves_with_the_next_answer_once_the_doors_are_c
         late_writer.close()
 
 
-LINES = (b"host: x", b"authorization: Bearer abc", b"content-type: application/json")
 LIMITS = Limits(sweep_every_s=0.05)
+
+
+async def test_the_doors_are_used_while_a_client_reads_its_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answer = b'"%b"' % (b"x" * 2**25)  # more than the kernel takes
+    hot = {b"/hot": lambda exchange: exchange.send_json(answer)}
+    listener = socket.create_server(("127.0.0.1", 0))
+    async with serving(nothing, listener, hot, 1000, LIMITS) as doors:
+        for reads in (True, False):
+            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            assert not doors.are_used()
+            writer.write(b"POST /hot HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}")
+            await until(doors.are_used, "an answer is unsent")
+            if reads:
+                assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+                assert await reader.readexactly(len(answer)) == answer
+            else:
+                monkeypatch.setattr(limits, "READS_WITHIN_S", 0.2)
+            await until(lambda: not doors.are_used(), f"it is sent, or not read: {reads}")
+            writer.close()
+
+
+LINES = (b"host: x", b"authorization: Bearer abc", b"content-type: application/json")
 MOST_BYTES = 5000
 
 
