@@ -16,6 +16,7 @@ from servekit.gateway.tool_parsing.tagged_calls import (
     GLM,
     INVOKE,
     QWEN,
+    Kinds,
     Tags,
     list_kinds,
     properties_of,
@@ -183,9 +184,11 @@ def _tagged_call(syntax: Syntax, tags: Tags, name: str, schema: Mapping[str, Any
     line = lark.literal("\n")
     head = lark.literal(tags.name[0] + name + tags.name[1])
     required = _list_required(schema)
-    arguments = []
+    arguments: list[str] = []
+    known: Kinds = {}
     for key, value in properties_of(schema).items():
-        part = f"{line}? {_tagged_argument(lark, tags, key, _with_defs(value, schema), schema)}"
+        kinds = list_kinds(value, schema, known)
+        part = f"{line}? {_tagged_argument(lark, tags, key, _with_defs(value, schema), kinds)}"
         arguments.append(part if key in required else f"({part})?")
     if "properties" not in schema:  # arguments of any name
         begin = f"{line}? {lark.literal(tags.value[0])} " if tags.value[0] else ""
@@ -196,7 +199,7 @@ def _tagged_call(syntax: Syntax, tags: Tags, name: str, schema: Mapping[str, Any
     return " ".join(part for part in (head, *arguments, tail) if part)
 
 
-def _tagged_argument(lark: Lark, tags: Tags, key: str, schema: Any, root: Mapping[str, Any]) -> str:
+def _tagged_argument(lark: Lark, tags: Tags, key: str, schema: Any, kinds: set[str]) -> str:
     """Return the rule of one argument; unquoted text is free up to the closing tag."""
     line = lark.literal("\n")
     if tags.value[0]:
@@ -205,10 +208,9 @@ def _tagged_argument(lark: Lark, tags: Tags, key: str, schema: Any, root: Mappin
         )
     else:
         head = lark.literal(tags.key[0] + key + tags.key[1])
-    kind = list_kinds(schema, root)
-    if kind == {"text"} and "enum" in schema:
+    if kinds == {"text"} and "enum" in schema:
         written = one_of([json.dumps(value, ensure_ascii=False) for value in schema["enum"]])
-    elif "text" in kind:
+    elif "text" in kinds:
         return f"{head} {lark.text_through_marker(tags.value[1])}"
     else:
         written = lark.json(schema)
