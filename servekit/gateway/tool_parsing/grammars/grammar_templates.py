@@ -10,6 +10,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from servekit.gateway.tool_parsing.grammars.lark import Lark, join_parts, one_of
 from servekit.gateway.tool_parsing.pythonic import PYTHON_MARKERS
 from servekit.gateway.tool_parsing.tagged_calls import (
@@ -217,14 +219,14 @@ def _tagged_argument(lark: Lark, tags: Tags, key: str, schema: Any, kinds: set[s
     return f"{head} {line}? {written} {line}? {lark.literal(tags.value[1])}"
 
 
-def _list_required(schema: Mapping[str, Any]) -> list[Any]:
+def _list_required(schema: Mapping[str, Any]) -> set[str]:
     found = schema.get("required")
-    return found if isinstance(found, list) else []
+    return {key for key in found if isinstance(key, str)} if isinstance(found, list) else set()
 
 
 def _with_defs(schema: Any, root: Mapping[str, Any]) -> Any:
-    """Return a part of a schema with the root's definitions, which it may reference."""
-    if not isinstance(schema, dict):
+    """Return a part of a schema with the root's definitions, if it may reference them."""
+    if not isinstance(schema, dict) or b'"$ref"' not in msgspec.json.encode(schema):
         return schema
     return schema | {key: root[key] for key in ("$defs", "definitions") if key in root}
 
