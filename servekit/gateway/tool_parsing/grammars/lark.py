@@ -26,7 +26,7 @@ _SPACE = r"/[ \n\r\t]{1,8}/"
 #: refers to any; writing a megabyte takes some 70 ms, on the event loop.
 MAX_SCHEMA_CHARS = 4 * 2**20
 #: A rule named `start`, and its options.
-_START = re.compile(r"^start(?=\s*(?:\[[^\]\n]*\])?\s*:)", re.MULTILINE)
+_START = re.compile(r"^start(?=\s*+(?:\[[^\]\n]*+\]\s*+)?:)", re.MULTILINE)
 
 
 class Lark:
