@@ -59,7 +59,7 @@ log: Any = structlog.get_logger("servekit.gateway")
 
 #: Time for interrupted requests to get their error before their connections close.
 _LAST_WORDS_S = 0.1
-#: Interval at which an orphaned gateway checks whether its last requests are done.
+#: Interval at which a gateway checks whether its last requests are done, or their answers sent.
 _LOOK_EVERY_S = 0.05
 
 
@@ -128,7 +128,7 @@ class Gateway:
         self._serial = 0  # of the current Topology
         self._orphaned: asyncio.Task[None] | None = None  # the event loop keeps no strong reference
         self._heir: socket.socket | None = None  # kept open as long as we serve
-        self._close_doors: Callable[[], None] = lambda: None
+        self._doors: Doors | None = None
         self._stop: asyncio.Future[None] = self._loop.create_future()
         self._pinged: asyncio.Future[None] = self._loop.create_future()
 
@@ -154,7 +154,7 @@ class Gateway:
             answers=answers,
             envelopes=envelopes,
             stir=self._reporter.stir,
-        ) as self._close_doors:
+        ) as self._doors:
             keep_out_of_collections()
             self._channel.send(Serving())
             tasks = [self._loop.create_task(self._reporter.run())]
@@ -220,6 +220,8 @@ class Gateway:
 
     async def _stop_when_idle(self) -> None:
         await self._router.idle.wait()
+        while self._doors and self._doors.are_used():  # noqa: ASYNC110 - answers go one by one
+            await asyncio.sleep(_LOOK_EVERY_S)
         self._end()
 
     def _end(self) -> None:
@@ -241,12 +243,12 @@ class Gateway:
     async def _serve_on(self, heir: Path, grace_s: float) -> None:
         """Serve by the last topology until the next supervisor's gateways serve, or time is up."""
         self._heir = await await_heir(heir, self._settings.listen_fds, grace_s)
-        if self._heir is not None:
-            self._close_doors()  # the successors listen on the port, too
+        if self._heir is not None and self._doors is not None:
+            self._doors.close()  # the successors listen on the port, too
             while self._router.in_flight:  # noqa: ASYNC110 - connections go one by one
                 await asyncio.sleep(_LOOK_EVERY_S)
             self._router.drain()
-            await self._router.idle.wait()
+            await self._stop_when_idle()
         self._end()
 
     # ---- the UI
@@ -296,7 +298,8 @@ class Gateway:
         from servekit.gateway.http.unix_proxy import UnixProxy
 
         assert self._settings.ui_socket is not None
-        self._app.ui = UnixProxy(self._settings.ui_socket)
+        limit = self._settings.max_body_bytes
+        self._app.ui = UnixProxy(self._settings.ui_socket, limit)
 
 
 def _bound(path: Path) -> socket.socket:
@@ -321,6 +324,25 @@ def keep_out_of_collections() -> None:
     gc.freeze()  # without a collection before, which would block the loop for tenths of a second
 
 
+class Doors:
+    """The listening sockets of a server, and the connections through them."""
+
+    def __init__(self, server: uvicorn.Server) -> None:
+        self._server = server
+
+    def close(self) -> None:
+        """Accept no more connections; each open one is closed after its next response."""
+        Http.leaving = True
+        for listening in self._server.servers:
+            listening.close()
+
+    def are_used(self) -> bool:
+        """Return whether a client is reading a response that is partly unsent."""
+        now_s = asyncio.get_running_loop().time()
+        connections: Any = self._server.server_state.connections
+        return any(connection.is_read(now_s) for connection in connections)
+
+
 @contextlib.asynccontextmanager
 async def serving(
     app: Any,
@@ -334,13 +356,12 @@ async def serving(
     envelopes: Mapping[str, Envelope] | None = None,
     keep_alive_s: float = 75.0,
     stir: Callable[[], None] = lambda: None,
-) -> AsyncIterator[Callable[[], None]]:
+) -> AsyncIterator[Doors]:
     """Serve `app` with uvicorn on `sock` and the sockets `also`, as long as the context is open.
 
     `answers` counts the responses of `hot`, by path and status. `envelopes` has, by path, the
     formats of their errors other than OpenAI's. `stir` is called when there are connections again,
-    and each second while there are any. Yields a function that stops accepting connections; each
-    open connection is closed after its next response.
+    and each second while there are any.
 
     uvicorn's own `serve` is not used, because it would install signal handlers.
     """
@@ -354,13 +375,8 @@ async def serving(
     for listening in (sock, *also):
         server.servers.append(await _listen(server, listening, tls, limits.header_s))
 
-    def close_doors() -> None:
-        Http.leaving = True
-        for listening in server.servers:
-            listening.close()
-
     try:
-        yield close_doors
+        yield Doors(server)
     finally:
         await server.shutdown(sockets=[sock, *also])
         sweep.stop_timer()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextvars import copy_context
 from functools import partial
@@ -171,6 +172,7 @@ class GenerationEndpoint:
     async def _begin(
         self, response: Response, request: GenerationRequest, encoder: ResponseEncoder
     ) -> None:
+        request.began_s = time.monotonic()
         generation = await (self._open_later or open_completed)(self._router, request)
         StreamWriter(response, generation, encoder)
 

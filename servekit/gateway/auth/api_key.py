@@ -105,20 +105,22 @@ class ApiKey(EndObserver):
 
     def charge_request(self) -> RequestError | None:
         """Count a new request; if it exceeds a limit, return the error and do not count it."""
+        if (refused := self.check_tokens()) is not None or (requests := self.requests) is None:
+            return refused
+        now_s = time.monotonic()
+        if requests.level(now_s) < 1.0:
+            return self._too_many("requests", requests.limit, requests.wait_s(1.0, now_s))
+        requests.withdraw(1, now_s)
+        self._untold[0] += 1
+        return None
+
+    def check_tokens(self) -> RequestError | None:
+        """Return the error of a key whose budget, or whose tokens of the minute, are used up."""
         if self.spent is not None and (refused := _over_budget(self.spent)) is not None:
             return refused
-        if not self.limited:
+        if (tokens := self.tokens) is None or tokens.level(now_s := time.monotonic()) > 0.0:
             return None
-        now_s = time.monotonic()
-        requests, tokens = self.requests, self.tokens
-        if requests is not None and requests.level(now_s) < 1.0:
-            return self._too_many("requests", requests.limit, requests.wait_s(1.0, now_s))
-        if tokens is not None and tokens.level(now_s) <= 0.0:
-            return self._too_many("tokens", tokens.limit, tokens.wait_s(1.0, now_s))
-        if requests is not None:
-            requests.withdraw(1, now_s)
-            self._untold[0] += 1
-        return None
+        return self._too_many("tokens", tokens.limit, tokens.wait_s(1.0, now_s))
 
     def _too_many(self, what: str, limit: int, wait_s: float) -> RequestError:
         return RateLimited(

@@ -88,6 +88,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     key: str = ""
     priority: int = 0
     timeout_s: float | None = None
+    began_s: float = 0.0  # when it came, monotonic, if it has waited for something; 0: now
     #: Completes the request before it is opened, as with an earlier conversation.
     complete: Callable[[GenerationRequest], Awaitable[None]] | None = None
     #: Lets the only call go on with an answer of which another gateway has sent a part.
@@ -268,6 +269,8 @@ class Generation:
                 )
                 if request.resume is not None:
                     request.resume(call)
+                if request.began_s:
+                    call.created_s = request.began_s
                 parser = None if make_parser is None else make_parser()
                 choices.append(ChoiceStream(len(choices), call, parser))
         return choices

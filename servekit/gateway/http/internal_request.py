@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from servekit.errors import ServekitError
-from servekit.gateway.http.asgi import ASGIApp, encode_error
+from servekit.gateway.http.asgi import ASGIApp, encode_error, error_headers
 
 Json = dict[str, Any]
 #: The statuses of refusals that pass.
@@ -31,6 +31,12 @@ class InternalAnswer:
             return None
         wait = self.headers.get(b"retry-after", b"1")
         return min(_LONGEST_PAUSE_S, float(wait) if wait.isdigit() else 1.0)
+
+
+def refuse_internally(error: ServekitError) -> InternalAnswer:
+    """Return the answer to a request that is not sent at all."""
+    status, body = encode_error(error)
+    return InternalAnswer(status, dict(error_headers(error)), body)
 
 
 async def post_internally(

@@ -65,6 +65,8 @@ _RESET = struct.pack("ii", 1, 0)
 #: Paths that are served whatever the number of connections: health checks decide on restarts.
 VITAL = (b"/livez", b"/readyz", b"/health", b"/v1/health", b"/ping")
 _TELL_EVERY_S = 10.0
+#: How long a client may take nothing of its response, before the end of the gateway waits no more.
+READS_WITHIN_S = 3.0
 
 
 class BadHttp(RequestError):
@@ -413,6 +415,11 @@ class LimitedProtocol(HttpToolsProtocol):
         if waiting_bytes < before[0] or self._unsent[1] != before[1]:
             self._moved_s = now_s
         return now_s - self._moved_s > self.write_timeout_s
+
+    def is_read(self, now_s: float) -> bool:
+        """Return whether a response is partly unsent, and its client reads it."""
+        unsent = self.transport.get_write_buffer_size() > 0
+        return unsent and now_s - self._moved_s < READS_WITHIN_S
 
     def _kernel_bytes(self) -> int:
         """Return the bytes in the kernel's send queue that the client has not acknowledged."""

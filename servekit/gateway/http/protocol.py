@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from servekit.errors import ClientClosed, RequestError
@@ -27,6 +28,9 @@ _length = re.compile(rb"\r\ncontent-length: ?(\d{1,10})(?=\r\n)", re.IGNORECASE)
 #: Requests in a row with unknown heads after which a connection's heads are only looked up seldom:
 #: each of them has something of its own, such as an id.
 OTHER_HEADS, SELDOM = 8, 32
+#: Bytes that are parsed at once, apart from bodies. What comes behind a pipelined request is parsed
+#: once that is answered: a request takes sixty times its bytes in memory.
+SLICE_BYTES = 16 * 1024
 
 
 class Head(NamedTuple):
@@ -80,6 +84,16 @@ class KnownHead:
         self.holder: tuple[Mapping[str, ApiKey], ApiKey] | None = None
 
 
+class _Flow(FlowControl):
+    """uvicorn's flow control, except that nothing is read while bytes are held."""
+
+    holds = False
+
+    def resume_reading(self) -> None:
+        if not self.holds:
+            super().resume_reading()
+
+
 class Http(LimitedProtocol):
     """uvicorn's protocol, except that a plain POST to a path in `hot` becomes a `FastResponse`."""
 
@@ -112,6 +126,7 @@ class Http(LimitedProtocol):
         #: The holder of the key in the headers, and the callers among which it was found.
         self.holder: tuple[Mapping[str, ApiKey], ApiKey] | None = None
         self._within = False  # a message has begun and is incomplete
+        self._held = b""  # received behind a pipelined request, and not parsed yet
         self._idle_since_s = 0.0  # end of the last fast response; 0 once data comes
         self._heads: dict[Any, bytes] = {}
         self._heads_of: Any = None
@@ -119,10 +134,14 @@ class Http(LimitedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.joined = CoalescingTransport(cast(asyncio.Transport, transport), self.loop)
         super().connection_made(cast(asyncio.Transport, self.joined))
+        self.flow: _Flow = _Flow(cast(asyncio.Transport, self.joined))
 
     # ---- requests with a known head
 
     def data_received(self, data: bytes) -> None:
+        if self._held or self.pipeline:
+            self._hold(data)
+            return
         self._idle_since_s = 0.0
         head, known = None, self._known
         if known is not None:
@@ -136,10 +155,39 @@ class Http(LimitedProtocol):
                 head = Head.parse(data)
             if head is not None and self._start_with_other_head(head, data):
                 return
-        before = self._exchange
-        super().data_received(data)
+        before, at = self._exchange, 0
+        while at < len(data):  # nearly always once
+            if self.pipeline:
+                self._hold(data[at:])
+                break
+            end = at + max(SLICE_BYTES, self._body_left_bytes())
+            super().data_received(data[at:end])
+            at = end
         if head is not None and self._exchange is not before and not self._within:
             self._keep_head(head)
+
+    def _body_left_bytes(self) -> int:
+        """Return how much of the body is to come; 0 if that is not known."""
+        length = self.headers_by_name.get(b"content-length", b"") if self._body_comes else b""
+        return int(length) - self._content_bytes if length.isdigit() else 0
+
+    def _hold(self, data: bytes) -> None:
+        """Keep bytes until no parsed request waits any more, and read none meanwhile."""
+        self._held += data
+        self.flow.pause_reading()
+        self.flow.holds = True
+
+    def _parse_held(self) -> None:
+        if not self._held or self.pipeline or self.transport.is_closing():
+            return
+        data, self._held, self.flow.holds = self._held, b"", False
+        self.flow.resume_reading()
+        self.data_received(data)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._held:
+            self.loop.call_soon(self._parse_held)  # this may be within the parser
 
     def _start_with_other_head(self, head: Head, data: bytes) -> bool:
         """Start a complete request with a head of an earlier one, of any connection.
@@ -198,6 +246,8 @@ class Http(LimitedProtocol):
             if self.flow.read_paused:
                 self.flow.resume_reading()
             self._idle_since_s = self.loop.time()
+            if self._held:
+                self.loop.call_soon(self._parse_held)
 
     def sweep(self, now_s: float) -> None:
         super().sweep(now_s)
@@ -206,6 +256,7 @@ class Http(LimitedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._held = b""
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.disconnected, exchange.is_writable = True, False

@@ -10,28 +10,43 @@ from typing import Any
 import httpx
 
 from servekit.errors import ModelUnavailable
-from servekit.gateway.http.asgi import Receive, Scope, Send, send_error
+from servekit.gateway.http.asgi import (
+    ClientGone,
+    Receive,
+    Scope,
+    Send,
+    read_body,
+    send_error,
+    send_json,
+)
 
 #: Headers of one connection, which a proxy must not forward. Source: RFC 9110, section 7.6.1.
 HOP_BY_HOP = {b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade"}
+#: Gradio's page shows `detail`.
+_TOO_LONG = b'{"detail": "The conversation is too long. Start a new chat."}'
 
 
 class UnixProxy:
     """Forwards requests to a Unix socket, and streams the responses back."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, max_body_bytes: int) -> None:
+        self._max_body_bytes = max_body_bytes
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         transport = httpx.AsyncHTTPTransport(uds=str(path), limits=limits)
         self._client = httpx.AsyncClient(transport=transport, timeout=None, base_url="http://ui")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != "http" or await refuse_long_body(scope, send, self._max_body_bytes):
+            return
+        try:
+            body = await read_body(scope, receive, self._max_body_bytes)
+        except ClientGone:
             return
         request = self._client.build_request(
             scope["method"],
             httpx.URL("http://ui", raw_path=_target(scope)),
             headers=[(k, v) for k, v in scope["headers"] if k not in HOP_BY_HOP],
-            content=await _body(receive),
+            content=body,
         )
         try:
             response = await self._client.send(request, stream=True)
@@ -39,6 +54,20 @@ class UnixProxy:
             await send_error(send, ModelUnavailable("the UI is starting", retry_after_s=2.0))
             return
         await _until_gone(_relay(response, send), receive)
+
+
+async def refuse_long_body(scope: Scope, send: Send, max_body_bytes: int) -> bool:
+    """Refuse a request to the UI unless its body has a length within the limit.
+
+    No page sends chunked bodies. Returns whether it is refused.
+    """
+    headers = dict(scope["headers"])
+    length = headers.get(b"content-length", b"0")
+    chunked = b"transfer-encoding" in headers
+    if not chunked and length.isdigit() and int(length) <= max_body_bytes:
+        return False
+    await send_json(send, _TOO_LONG, 413)
+    return True
 
 
 async def _until_gone(relay: Coroutine[Any, Any, None], receive: Receive) -> None:
@@ -68,16 +97,8 @@ def _target(scope: Scope) -> bytes:
     return path + (b"?" + query if query else b"")
 
 
-async def _body(receive: Receive) -> bytes:
-    body, more = b"", True
-    while more:
-        message = await receive()
-        body += message.get("body", b"")
-        more = message.get("more_body", False)
-    return body
-
-
 async def _relay(response: httpx.Response, send: Send) -> None:
+    """Send a response on; if the UI ends within it, the client sees that it is incomplete."""
     headers = [(k.lower(), v) for k, v in response.headers.raw if k.lower() not in HOP_BY_HOP]
     try:
         await send(
@@ -86,5 +107,7 @@ async def _relay(response: httpx.Response, send: Send) -> None:
         async for chunk in response.aiter_raw():
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
+    except httpx.TransportError:
+        return  # the server disconnects
     finally:
         await response.aclose()

@@ -229,7 +229,8 @@ class Router:
         return asked
 
     def hold_incomplete(self, request: IncompleteRequest) -> None:
-        """Count a request that waits for its images, an earlier response or a first load.
+        """Count a request that waits for its images, an earlier response or a first load, or whose
+        answer is to be stored.
 
         Its calls are taken if the gateway begins to drain meanwhile. Raises ModelUnavailable if it
         drains already, and QueueFull if such requests hold too many bytes.

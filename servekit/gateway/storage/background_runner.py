@@ -1,6 +1,7 @@
 """Runs responses with `background: true` through the gateway's own application.
 
-Refusals that pass (429 and 503) are tried again for a day.
+Refusals that pass (429 and 503) are tried again for a day. Between two tries a response is put
+back: those of a model that cannot serve would else keep all others waiting.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from servekit.gateway.api.openai.background_stream import KEPT, BackgroundStream
 from servekit.gateway.api.openai.responses import STREAMED
 from servekit.gateway.auth.authorization import ACTING
 from servekit.gateway.http.asgi import ASGIApp
-from servekit.gateway.http.internal_request import InternalAnswer, post_internally
+from servekit.gateway.http.internal_request import (
+    InternalAnswer,
+    post_internally,
+    refuse_internally,
+)
 from servekit.gateway.routing.router import Router
 from servekit.gateway.storage.background_store import (
     BackgroundResponse,
@@ -59,46 +64,65 @@ class BackgroundRunner(LeaseRunner[HeldResponse]):
         return await self._find().claim_responses()
 
     async def work(self, row: HeldResponse) -> None:
+        if self._router.draining:
+            return
         try:
-            if (response := await self._find().read_response(row.id)) is not None:
-                if response.stream:
-                    await self._stream(response)
-                else:
-                    await self._save(response, await self._answer(response))
+            with self.delay_end():
+                if (response := await self._find().read_response(row.id)) is None:
+                    return
+                await (self._stream if response.stream else self._answer)(response)
         except ResponsesUnavailable:  # the log has it
             await asyncio.sleep(LOOK_EVERY_S)
         except Exception:
             log.exception("background_interrupted", response=row.id)
             await asyncio.sleep(LOOK_EVERY_S)
 
-    async def _answer(self, response: BackgroundResponse) -> Json:
-        """Return the response as it ended."""
+    async def _answer(self, response: BackgroundResponse) -> None:
+        """Run a response, and store how it ended; one that is refused for now is put back."""
         shown, asked = _read_request(response)
-        while True:
-            ACTING.set(self._router.access.callers.get(response.key))
-            answer = await post_internally(self._app, _PATH, asked)
-            if answer.status == 200:
-                answered: Json = msgspec.json.decode(answer.body)
-                return answered | {name: shown[name] for name in KEPT}
-            pause_s = answer.pause_s
-            if pause_s is None or time.time() + pause_s > response.created + _EXPIRES_S:
-                return shown | {"status": "failed", "error": _error_of(answer)}
-            await asyncio.sleep(pause_s)
+        answer = await self._post(response, asked)
+        if answer.status == 200:
+            answered: Json = msgspec.json.decode(answer.body)
+            await self._save(response, answered | {name: shown[name] for name in KEPT})
+        elif not await self._put_back(response, answer.pause_s):
+            await self._save(response, shown | {"status": "failed", "error": _error_of(answer)})
+
+    async def _post(
+        self,
+        response: BackgroundResponse,
+        asked: bytes,
+        on_body: Callable[[bytes], None] | None = None,
+    ) -> InternalAnswer:
+        """Run a request in the name of the response's key, unless that has no tokens left."""
+        caller = self._router.access.callers.get(response.key)
+        ACTING.set(caller)
+        if caller is not None and (refused := caller.check_tokens()) is not None:
+            return refuse_internally(refused)
+        return await post_internally(self._app, _PATH, asked, on_body)
+
+    async def _put_back(self, response: BackgroundResponse, pause_s: float | None) -> bool:
+        """Put a response back that can go on after a pause, unless it is a day old.
+
+        Returns whether it is put back.
+        """
+        if pause_s is None or time.time() + pause_s > response.created + _EXPIRES_S:
+            return False
+        await self._find().put_back(response.id, pause_s)
+        return True
 
     async def _stream(self, response: BackgroundResponse) -> None:
         """Run a response whose events are stored as they come.
 
-        It returns early if it cannot go on now; what is stored is then the begin of the next run.
+        If it cannot go on now, it is put back; what is stored is then the begin of the next run.
         """
         shown, asked = _read_request(response)
         exact = response.id not in self._changed
         stream = await asyncio.to_thread(BackgroundStream, shown, response.stream, exact)
-        ACTING.set(self._router.access.callers.get(response.key))
         STREAMED.set(stream)
         ended = asyncio.Event()
         writing = asyncio.get_running_loop().create_task(self._write(response.id, stream, ended))
         try:
-            answer = await post_internally(self._app, _PATH, asked, stream.add_events)
+            answer = await self._post(response, asked, stream.add_events)
             ended.set()
             await writing
         finally:
@@ -110,8 +134,7 @@ class BackgroundRunner(LeaseRunner[HeldResponse]):
         if error is not None and error["code"] == ModelChanged.code:
             self._changed.add(response.id)  # perhaps the other model writes the same
         if stream.end is None:
-            if pause_s is not None and time.time() + pause_s < response.created + _EXPIRES_S:
-                await asyncio.sleep(pause_s)
+            if await self._put_back(response, pause_s):
                 return
             stream.fail(error or _UNKNOWN)
         self._changed.discard(response.id)

@@ -19,11 +19,15 @@ from typing import Any
 import msgspec
 import structlog
 
-from servekit.errors import ModelNotFound, ServekitError
+from servekit.errors import ModelNotFound
 from servekit.gateway.api.openai.response import new_id
 from servekit.gateway.auth.authorization import ACTING
-from servekit.gateway.http.asgi import ASGIApp, encode_error, error_headers
-from servekit.gateway.http.internal_request import InternalAnswer, post_internally
+from servekit.gateway.http.asgi import ASGIApp
+from servekit.gateway.http.internal_request import (
+    InternalAnswer,
+    post_internally,
+    refuse_internally,
+)
 from servekit.gateway.http.request_context import BATCHED
 from servekit.gateway.routing.router import Router
 from servekit.gateway.storage.batch_store import Batch, BatchStore
@@ -156,8 +160,7 @@ class BatchRunner(LeaseRunner[Batch]):
 
         async def run_line(number: int, line: _Line) -> None:
             try:
-                good, result = await self._answer(batch, line)
-                await self._save(batch, number, good, result)
+                await self._run_line(batch, number, line)
             finally:
                 room.release()
 
@@ -208,34 +211,44 @@ class BatchRunner(LeaseRunner[Batch]):
                 batch.bytes = max(batch.bytes, size)
                 return
 
-    async def _answer(self, batch: Batch, line: _Line) -> tuple[bool, bytes]:
-        """Return the result of a line, and whether it is a good one."""
+    async def _run_line(self, batch: Batch, number: int, line: _Line) -> None:
+        """Run a line, and keep its result."""
         if batch.bytes > self._rules.max_bytes:
-            code, said = "storage_full", "the results of the batch exceed server.batches.max_bytes"
-            return False, _result(line.custom_id, None, {"code": code, "message": said})
+            said = "the results of the batch exceed server.batches.max_bytes"
+            await self._refuse(batch, number, LineError("storage_full", said, line.custom_id))
+            return
         model = msgspec.json.decode(line.body, type=_Body).model
         while True:
-            caller = self._router.access.callers.get(batch.key)
-            ACTING.set(caller)
             await self._wait_until_idle(model)
             try:
-                refused = None if caller is None else caller.charge_request()
-                if refused is None:
-                    answer = await post_internally(self._app, line.url, bytes(line.body))
-                else:
-                    answer = _refuse(refused)
+                with self.delay_end():
+                    answer = await self._post(batch, line)
+                    if (pause_s := answer.pause_s) is None:
+                        await self._keep_answer(batch, number, line, answer)
+                        return
             finally:
                 self._running -= 1
                 self._freed.set()
-            if (pause_s := answer.pause_s) is None:
-                break
             await asyncio.sleep(pause_s)
+
+    async def _post(self, batch: Batch, line: _Line) -> InternalAnswer:
+        """Send a line in the name of the batch's key, if that may send another request."""
+        caller = self._router.access.callers.get(batch.key)
+        ACTING.set(caller)
+        if caller is not None and (refused := caller.charge_request()) is not None:
+            return refuse_internally(refused)
+        return await post_internally(self._app, line.url, bytes(line.body))
+
+    async def _keep_answer(
+        self, batch: Batch, number: int, line: _Line, answer: InternalAnswer
+    ) -> None:
         response = {
             "status_code": answer.status,
             "request_id": answer.headers.get(b"x-request-id", b"").decode("latin-1"),
-            "body": msgspec.Raw(answer.body),
+            "body": _as_line(answer.body),
         }
-        return answer.status == 200, _result(line.custom_id, response, None)
+        good = answer.status == 200
+        await self._save(batch, number, good, _result(line.custom_id, response, None))
 
     async def _wait_until_idle(self, model: str) -> None:
         """Wait until the model has nothing better to do, and take a place among those that run."""
@@ -262,14 +275,18 @@ class BatchRunner(LeaseRunner[Batch]):
         return loads and not route.is_permanently_down and not route.waiting
 
 
-def _refuse(error: ServekitError) -> InternalAnswer:
-    status, body = encode_error(error)
-    return InternalAnswer(status, dict(error_headers(error)), body)
-
-
 def _result(custom_id: str | None, response: Json | None, error: Json | None) -> bytes:
     id = new_id("batch_req_")
     return _encode({"id": id, "custom_id": custom_id, "response": response, "error": error})
+
+
+def _as_line(body: bytes) -> msgspec.Raw | str:
+    """Return JSON on one line, any other body as text: forwarded requests may have either."""
+    text = body.decode(errors="replace")
+    try:
+        return msgspec.Raw(msgspec.json.format(text, indent=-1))
+    except (msgspec.DecodeError, RecursionError):
+        return text
 
 
 def read_lines(path: Path, most_bytes: int) -> Iterator[tuple[int, bytes | None]]:

@@ -11,20 +11,22 @@ import contextlib
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
-from servekit.gateway.routing.router import Router
+from servekit.gateway.routing.router import IncompleteRequest, Router
 from servekit.gateway.storage.store_file import ResponsesUnavailable, StoreFile, await_work
 from servekit.system.timers import next_tick_s
 
 #: How long a gateway that is silent keeps what it holds.
 LEASE_S = 6.0
 LOOK_EVERY_S = 1.0
-#: The same at rest: nothing is held, no other gateway stores work, and none of an earlier life can
-#: be leased any more.
+#: The same at rest: nothing is held or was put back lately, no other gateway stores work, and none
+#: of an earlier life can be leased any more.
 LOOK_AT_REST_S = 15.0
+#: The owner of rows that were put back.
+_PUT_BACK = "put back"
 
 
 class Leased(Protocol):
@@ -43,14 +45,16 @@ def claim_rows(
 ) -> None:
     """Renew the leases of `owner`, and give it rows that nobody runs, up to `most` in all.
 
-    `active` is the condition on rows that can run, `order` ranks those that are taken.
+    `active` is the condition on rows that can run, `order` ranks those that are taken. Rows that
+    were put back come after all others.
     """
     now_s = time.time()
     # a lease of the far future is of a clock that has jumped back
     free = f"{active} AND (owner = ?1 OR leased_until < ?2 OR leased_until > ?3 + ?4)"
-    chosen = f"SELECT id FROM {table} WHERE {free} ORDER BY owner <> ?1, {order} LIMIT ?5"
+    ranked = f"owner <> ?1, (owner = ?6) * leased_until, {order}"
+    chosen = f"SELECT id FROM {table} WHERE {free} ORDER BY {ranked} LIMIT ?5"
     query = f"UPDATE {table} SET owner = ?1, leased_until = ?3 WHERE id IN ({chosen})"
-    file.execute(query, (owner, now_s, now_s + LEASE_S, LEASE_S, most))
+    file.execute(query, (owner, now_s, now_s + LEASE_S, LEASE_S, most, _PUT_BACK))
 
 
 def _end_leases(file: sqlite3.Connection, table: str, owner: str) -> None:
@@ -68,6 +72,19 @@ class LeasedStore:
         self, work: Callable[[sqlite3.Connection], _T], *, may_use_reserve: bool = False
     ) -> _T:
         return await await_work(self._file.submit(work, may_use_reserve=may_use_reserve))
+
+    async def put_back(self, id: str, pause_s: float) -> None:
+        """Give up a row that this gateway holds, for `pause_s` or LEASE_S to all gateways.
+
+        Others that wait take its place meanwhile.
+        """
+        values = _PUT_BACK, time.time() + min(pause_s, LEASE_S), id, self._owner
+
+        def give_up(file: sqlite3.Connection) -> None:
+            query = f"UPDATE {self._table} SET owner = ?, leased_until = ?"
+            file.execute(f"{query} WHERE id = ? AND owner = ?", values)
+
+        await self._run(give_up)
 
     def close(self) -> None:
         """Give up all leases, so that another gateway goes on at once."""
@@ -94,10 +111,23 @@ class LeaseRunner(Generic[_Row]):
         """Run a row to its end, or until it cannot go on now: then it is claimed again."""
         raise NotImplementedError
 
+    @contextlib.contextmanager
+    def delay_end(self) -> Iterator[None]:
+        """Let a gateway that drains end only after what is within, such as storing an answer.
+
+        Raises ModelUnavailable if it drains already.
+        """
+        unstored = IncompleteRequest(0, lambda _: None)
+        self._router.hold_incomplete(unstored)
+        try:
+            yield
+        finally:
+            self._router.release_incomplete(unstored)
+
     async def run_held_rows(self) -> None:
         """Run rows until cancelled."""
         loop = asyncio.get_running_loop()
-        alone_s = loop.time() + 2 * LEASE_S
+        rests_at_s = loop.time() + 2 * LEASE_S
         try:
             while True:
                 self.woken.clear()
@@ -107,8 +137,10 @@ class LeaseRunner(Generic[_Row]):
                         every_s = None
                     else:
                         self._follow(held)
+                        if held:
+                            rests_at_s = loop.time() + 2 * LEASE_S
                         has_peers = self._router.sources.has_peers
-                        if not (held or has_peers or loop.time() < alone_s):
+                        if not (has_peers or loop.time() < rests_at_s):
                             every_s = LOOK_AT_REST_S
                 wait_s = None if every_s is None else next_tick_s(every_s, loop.time())
                 # not by wait_for: Python 3.11's forgets a cancellation if the event is set then

@@ -19,6 +19,8 @@ from servekit.gateway.tool_parsing.tool_call_parser import Calls, Family
 
 #: By tool, the arguments that are always text.
 TextArguments = Mapping[str, frozenset[str]]
+#: By reference within a schema, the kinds of values that its target allows.
+Kinds = dict[str, set[str]]
 #: The greatest depth to which references in a schema are followed.
 _MAX_DEPTH = 8
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
@@ -76,8 +78,9 @@ def text_arguments(tools: Sequence[Mapping[str, Any]]) -> TextArguments:
         function = tool.get("function") or {}
         root = function.get("parameters") or {}
         properties = properties_of(root)
+        known: Kinds = {}
         found[function.get("name", "")] = frozenset(
-            key for key, schema in properties.items() if list_kinds(schema, root) == {"text"}
+            key for key, schema in properties.items() if list_kinds(schema, root, known) == {"text"}
         )
     return found
 
@@ -88,10 +91,11 @@ def properties_of(schema: Mapping[str, Any]) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def list_kinds(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
+def list_kinds(schema: Any, root: Mapping[str, Any], known: Kinds, depth: int = 0) -> set[str]:
     """Return the kinds of values that a schema allows: "text", "other" or both.
 
-    `root` is the schema that contains `schema`, for references.
+    `root` is the schema that contains `schema`, for references. `known` has the kinds of those that
+    were followed before, so that each is followed once: they may lead to each other.
     """
     if not isinstance(schema, dict) or depth > _MAX_DEPTH:
         return {"text", "other"}
@@ -103,16 +107,29 @@ def list_kinds(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]
         named = stated if isinstance(stated, list) else [stated]
         return {"text" if kind == "string" else "other" for kind in named}
     if "$ref" in schema:
-        return list_kinds(_find_reference(schema["$ref"], root), root, depth + 1)
+        return _follow(schema["$ref"], root, known, depth)
     for several in ("anyOf", "oneOf"):
         if isinstance(schema.get(several), list) and schema[several]:
-            return set().union(*(list_kinds(one, root, depth + 1) for one in schema[several]))
+            return set().union(
+                *(list_kinds(one, root, known, depth + 1) for one in schema[several])
+            )
     return {"text", "other"}
 
 
-def _find_reference(reference: Any, root: Any) -> Any:
+def _follow(reference: Any, root: Mapping[str, Any], known: Kinds, depth: int) -> set[str]:
+    """Return the kinds of the target of a reference; both while that is being followed."""
+    if not isinstance(reference, str):
+        return {"text", "other"}
+    if reference not in known:
+        known[reference] = {"text", "other"}
+        target = _find_reference(reference, root)
+        known[reference] = list_kinds(target, root, known, depth + 1)
+    return known[reference]
+
+
+def _find_reference(reference: str, root: Any) -> Any:
     """Return the target of a reference within the schema; None for other references."""
-    if not isinstance(reference, str) or not reference.startswith("#/"):
+    if not reference.startswith("#/"):
         return None
     for key in reference[2:].split("/"):
         root = (

@@ -117,9 +117,12 @@ def _list_allowed(tools: Sequence[Tool], inner: Any) -> ToolChoice:
     listed = inner.get("tools") if isinstance(inner, dict) else None
     if not isinstance(listed, list) or not listed:
         raise RequestError(f"{where}.tools: expected a list of tools", param=f"{where}.tools")
-    found = {}
+    found: dict[str, Tool] = {}
     for at, entry in enumerate(listed):
         named = entry.get("function", entry) if isinstance(entry, dict) else None
+        name = named.get("name") if isinstance(named, dict) else None
+        if isinstance(name, str) and name in found:
+            continue  # it may be there any number of times
         tool = _find_tool(tools, named, f"{where}.tools[{at}].function.name")
         found[tool["function"]["name"]] = tool
     mode = inner.get("mode", "auto")

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from servekit.gateway.api.admin.endpoints import Supervisor
-from servekit.gateway.http.asgi import ASGIApp, Receive, Scope, Send, send_json
+from servekit.gateway.http.asgi import ASGIApp, Receive, Scope, Send
+from servekit.gateway.http.unix_proxy import refuse_long_body
 from servekit.gateway.routing.router import Router
 from servekit.gateway.tool_servers.registry import ToolServers
 from servekit.gateway.ui.lean_gradio import build_without_apps, import_gradio
@@ -51,8 +52,6 @@ SCRIPTS = (
     *("ui.js", "store.js", "images.js", "conversations.js", "chat.js"),
     *("recordings.js", "transcripts.js"),
 )
-#: Gradio's page shows `detail`.
-TOO_LONG = b'{"detail": "The conversation is too long. Start a new chat."}'
 HEADERS = [
     (b"content-security-policy", POLICY.encode()),
     (b"referrer-policy", b"no-referrer"),
@@ -231,8 +230,7 @@ class Shield:
         if (elsewhere := find_redirect(scope)) is not None:
             await _send_redirect(send, elsewhere)
             return
-        if not _is_within(scope, self._max_body_bytes):
-            await send_json(send, TOO_LONG, 413)
+        if await refuse_long_body(scope, send, self._max_body_bytes):
             return
         self._resume()
 
@@ -258,14 +256,6 @@ class Shield:
             self._timer = loop.call_later(max(left_s, 1.0), self._pause)
         else:
             self._timer = None
-
-
-def _is_within(scope: Scope, max_body_bytes: int) -> bool:
-    """Return whether the body has a length within the limit; no page sends chunked bodies."""
-    headers = dict(scope["headers"])
-    length = headers.get(b"content-length", b"0")
-    chunked = b"transfer-encoding" in headers
-    return not chunked and length.isdigit() and int(length) <= max_body_bytes
 
 
 def find_redirect(scope: Scope) -> str | None:

@@ -22,7 +22,7 @@ from servekit.gateway import server
 from servekit.gateway.http.protocol import Http
 from servekit.gateway.http.tls import Tls
 from servekit.gateway.http.unix_proxy import UnixProxy
-from servekit.gateway.server import Gateway, Settings
+from servekit.gateway.server import Doors, Gateway, Settings
 from servekit.gateway.supervisor_channel import TcpChannel
 from servekit.gateway.telemetry.request_recorder import RECORDER
 from servekit.protocol.access import KeyBudgets, SpentBudget
@@ -212,6 +212,23 @@ async def test_it_ends_at_once_if_it_drains_and_has_none(make_scene: Make) -> No
     await scene.serve()
     scene.supervisor.tell(Drain())
     assert await scene.end() == 0
+
+
+async def test_if_it_drains_it_ends_once_its_answers_are_read(
+    make_scene: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = await make_scene()
+    await scene.serve()
+    looks: list[bool] = []
+
+    def look(doors: Doors) -> bool:
+        looks.append(scene.gateway._stop.done())
+        return len(looks) < 3
+
+    monkeypatch.setattr(Doors, "are_used", look)
+    scene.supervisor.tell(Drain())
+    assert await scene.end() == 0
+    assert looks == [False] * 3
 
 
 async def test_signals_end_it_in_order(make_scene: Make) -> None:

@@ -38,8 +38,11 @@ ANY_OBJECT = '{"type":"object"}'
 #: Converting longer GBNF takes more than a tenth of a second, on the event loop.
 MAX_GBNF_CHARS = 16 * 1024
 _UNSERVED_FORMS = unserved_fields(StructuredOutputs)
+#: What tells Lark from GBNF, as in `llguidance.gbnf_to_lark.is_lark_syntax`, whose own expression
+#: takes hours for a megabyte of line breaks.
+_LARK = re.compile(r"^[^\S\n]*+(?:%llguidance\b|start\s*+:)", re.MULTILINE)
 #: The characters with a special meaning in a regular expression, with slashes around it or not.
-_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
+_ESCAPES = str.maketrans({sign: f"\\{sign}" for sign in r"\.+*?()|[]{}^$#&-~/"})
 
 
 def sampling(request: Common) -> SamplingParams:
@@ -206,14 +209,14 @@ def _by_regex(pattern: str, param: GrammarParam) -> Grammar:
 def _by_choice(texts: list[str], param: GrammarParam) -> Grammar:
     if not all(texts):
         raise RequestError(f"{param}: an empty text cannot be chosen", param=param)
-    return Grammar("regex", "|".join(_SPECIAL.sub(r"\\\g<0>", text) for text in texts), param)
+    return Grammar("regex", "|".join(text.translate(_ESCAPES) for text in texts), param)
 
 
 def _by_grammar(text: str, param: GrammarParam) -> Grammar:
     """Return the grammar in Lark; GBNF, vLLM's EBNF, is converted."""
-    from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax  # megabytes: few need it
+    from llguidance.gbnf_to_lark import gbnf_to_lark  # megabytes: few need it
 
-    if not is_lark_syntax(text):
+    if _LARK.search(text) is None:
         if len(text) > MAX_GBNF_CHARS:
             said = f"{param}: GBNF of more than {MAX_GBNF_CHARS} characters is not taken; use Lark"
             raise RequestError(said, param=param)

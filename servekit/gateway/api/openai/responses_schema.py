@@ -6,6 +6,7 @@ Source: OpenAI API reference, Responses.
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -245,13 +246,28 @@ def items_of(request: ResponsesRequest) -> list[Item]:
 def to_messages(instructions: str | None, items: list[Item], before: int = 0) -> list[ChatMessage]:
     """Return the conversation of items, of which the first `before` are of earlier responses."""
     messages = [ChatMessage("system", instructions)] if instructions else []
-    for at, item in enumerate(items, -before):
-        _add(messages, item, f"input[{at}]")
+    names: dict[str, str] = {}
+    for calls, row in groupby(enumerate(items, -before), lambda one: _is_call(one[1])):
+        if calls:
+            made = tuple([_call(item, f"input[{at}]") for at, item in row])
+            for call in made:
+                names.setdefault(call.id, call.name)
+            _join(messages, ChatMessage("assistant", "", tool_calls=made))
+        else:
+            for at, item in row:
+                _add(messages, names, item, f"input[{at}]")
     return messages
 
 
-def _add(messages: list[ChatMessage], item: Item, where: str) -> None:
-    """Add an item. Consecutive reasoning, text and calls of the assistant become one message."""
+def _is_call(item: Item) -> bool:
+    return item.type == "function_call"
+
+
+def _add(messages: list[ChatMessage], names: dict[str, str], item: Item, where: str) -> None:
+    """Add an item that is no call. Reasoning, text and calls of the assistant become one message.
+
+    `names` are those of the called functions, by the ids of the calls.
+    """
     if item.type == "message":
         if item.role is None:
             raise RequestError(f"{where}.role is required", param=f"{where}.role")
@@ -260,13 +276,11 @@ def _add(messages: list[ChatMessage], item: Item, where: str) -> None:
     elif item.type == "reasoning":
         thoughts = _message("assistant", item.content or "", f"{where}.content").content
         _join(messages, ChatMessage("assistant", "", reasoning=thoughts or None))
-    elif item.type == "function_call":
-        _join(messages, ChatMessage("assistant", "", tool_calls=(_call(item, where),)))
     elif item.type == "function_call_output":
         if item.call_id is None or item.output is None:
             raise RequestError(f"{where}: call_id and output are required", param=where)
         result = _message("tool", item.output, f"{where}.output")
-        name = _name(messages, item.call_id)
+        name = names.get(item.call_id)
         messages.append(replace(result, name=name, tool_call_id=item.call_id))
     else:
         raise Unsupported(f"{where}: servekit has no items of type {item.type!r}", param=where)
@@ -301,12 +315,6 @@ def _call(item: Item, where: str) -> ToolCall:
         where = f"{where}.arguments"
         raise RequestError(f"{where}: expected the text of a JSON object", param=where)
     return ToolCall(item.call_id, item.name, arguments)
-
-
-def _name(messages: list[ChatMessage], call_id: str) -> str | None:
-    """Return the name of the called function, if the conversation holds the call."""
-    calls = (call for message in messages for call in message.tool_calls)
-    return next((call.name for call in calls if call.id == call_id), None)
 
 
 def _message(role: str, content: str | list[Part] | None, where: str) -> ChatMessage:

@@ -10,6 +10,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from servekit.gateway.tool_parsing.grammars.closed_objects import OPEN
 from servekit.gateway.tool_parsing.grammars.lark import Lark, join_parts, one_of
 from servekit.gateway.tool_parsing.pythonic import PYTHON_MARKERS
@@ -17,6 +19,7 @@ from servekit.gateway.tool_parsing.tagged_calls import (
     GLM,
     INVOKE,
     QWEN,
+    Kinds,
     Tags,
     list_kinds,
     properties_of,
@@ -177,9 +180,11 @@ def _tagged_call(syntax: Syntax, tags: Tags, name: str, schema: Mapping[str, Any
     line = lark.literal("\n")
     head = lark.literal(tags.name[0] + name + tags.name[1])
     required = _list_required(schema)
-    arguments = []
+    arguments: list[str] = []
+    known: Kinds = {}
     for key, value in properties_of(schema).items():
-        part = f"{line}? {_tagged_argument(lark, tags, key, _with_defs(value, schema), schema)}"
+        kinds = list_kinds(value, schema, known)
+        part = f"{line}? {_tagged_argument(lark, tags, key, _with_defs(value, schema), kinds)}"
         arguments.append(part if key in required else f"({part})?")
     if "properties" not in schema:  # arguments of any name
         begin = f"{line}? {lark.literal(tags.value[0])} " if tags.value[0] else ""
@@ -190,7 +195,7 @@ def _tagged_call(syntax: Syntax, tags: Tags, name: str, schema: Mapping[str, Any
     return " ".join(part for part in (head, *arguments, tail) if part)
 
 
-def _tagged_argument(lark: Lark, tags: Tags, key: str, schema: Any, root: Mapping[str, Any]) -> str:
+def _tagged_argument(lark: Lark, tags: Tags, key: str, schema: Any, kinds: set[str]) -> str:
     """Return the rule of one argument; unquoted text is free up to the closing tag."""
     line = lark.literal("\n")
     if tags.value[0]:
@@ -199,24 +204,23 @@ def _tagged_argument(lark: Lark, tags: Tags, key: str, schema: Any, root: Mappin
         )
     else:
         head = lark.literal(tags.key[0] + key + tags.key[1])
-    kind = list_kinds(schema, root)
-    if kind == {"text"} and "enum" in schema:
+    if kinds == {"text"} and "enum" in schema:
         written = one_of([json.dumps(value, ensure_ascii=False) for value in schema["enum"]])
-    elif "text" in kind:
+    elif "text" in kinds:
         return f"{head} {lark.text_through_marker(tags.value[1])}"
     else:
         written = lark.json(schema)
     return f"{head} {line}? {written} {line}? {lark.literal(tags.value[1])}"
 
 
-def _list_required(schema: Mapping[str, Any]) -> list[Any]:
+def _list_required(schema: Mapping[str, Any]) -> set[str]:
     found = schema.get("required")
-    return found if isinstance(found, list) else []
+    return {key for key in found if isinstance(key, str)} if isinstance(found, list) else set()
 
 
 def _with_defs(schema: Any, root: Mapping[str, Any]) -> Any:
-    """Return a part of a schema with the root's definitions, which it may reference."""
-    if not isinstance(schema, dict):
+    """Return a part of a schema with the root's definitions, if it may reference them."""
+    if not isinstance(schema, dict) or b'"$ref"' not in msgspec.json.encode(schema):
         return schema
     return schema | {key: root[key] for key in ("$defs", "definitions") if key in root}
 

@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from servekit.errors import RequestError
 from servekit.gateway.tool_parsing.grammars.closed_objects import close_objects
 from servekit.gateway.tool_parsing.grammars.schema_formats import without_unknown_formats
 from servekit.protocol.messages import Dialect, Grammar
@@ -22,8 +23,11 @@ JSON_SPACE = r"[ \n\r\t]{0,40}"
 #: The same for arguments, which models write on one line or with a little indentation.
 _ARGUMENTS_SPACE = r"[ \n]{0,8}"
 _SPACE = r"/[ \n\r\t]{1,8}/"
+#: The most characters of all schemas of a grammar. A definition counts for each argument that
+#: refers to any; writing a megabyte takes some 70 ms, on the event loop.
+MAX_SCHEMA_CHARS = 4 * 2**20
 #: A rule named `start`, and its options.
-_START = re.compile(r"^start(?=\s*(?:\[[^\]\n]*\])?\s*:)", re.MULTILINE)
+_START = re.compile(r"^start(?=\s*+(?:\[[^\]\n]*+\]\s*+)?:)", re.MULTILINE)
 
 
 class Lark:
@@ -32,6 +36,7 @@ class Lark:
     def __init__(self, dialect: Dialect) -> None:
         self._tokens = dict(dialect.tokens)
         self._rules: dict[str, str] = {}
+        self._schema_chars = 0
 
     def rule(self, definition: str, options: str = "") -> str:
         """Add a rule, unless it exists, and return its name."""
@@ -63,11 +68,21 @@ class Lark:
         return self.rule(f"/(?s:.*){_quote_literal(marker)}/", "[lazy]")
 
     def json(self, schema: Any, space: str = _ARGUMENTS_SPACE) -> str:
-        """Return the rule for a value that fits a JSON schema; `space` may separate its parts."""
+        """Return the rule for a value that fits a JSON schema; `space` may separate its parts.
+
+        Raises RequestError if the schemas are too long.
+        """
         schema = {} if schema is True else close_objects(without_unknown_formats(schema))
         if isinstance(schema, dict):
             schema = schema | {"x-guidance": {"whitespace_pattern": space}}
-        return self.rule(f"%json {json.dumps(schema, ensure_ascii=False)}")
+        written = json.dumps(schema, ensure_ascii=False)
+        self._schema_chars += len(written)
+        if self._schema_chars > MAX_SCHEMA_CHARS:
+            raise RequestError(
+                f"the schemas are too long: with the definitions for each argument that refers to"
+                f" some, they have more than {MAX_SCHEMA_CHARS} characters"
+            )
+        return self.rule(f"%json {written}")
 
     def space(self) -> str:
         return f"{self.rule(_SPACE)}?"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -171,6 +172,23 @@ async def test_a_request_is_completed_before_it_is_opened(service: Service) -> N
     await service.up()
     assert (await Client().ask(answering(service, asked(complete=complete)))).said == "later"
     await poll_async("it is counted no longer", lambda: not service.router._incomplete)
+
+
+async def test_the_time_of_a_request_begins_before_it_is_completed(service: Service) -> None:
+    await service.up(**ENDLESS)
+    completed_s = 0.0
+
+    async def complete(request: GenerationRequest) -> None:
+        nonlocal completed_s
+        completed_s = time.monotonic()
+
+    params = SamplingParams(max_tokens=ENDLESS_TOKENS)
+    request = asked(complete=complete, params=params, timeout_s=60.0)
+    asking = asyncio.create_task(Client().ask(answering(service, request)))
+    await poll_async("it runs", lambda: service.router._open)
+    [call] = service.router._open
+    assert 0 < call.created_s == request.began_s <= completed_s
+    asking.cancel()
 
 
 async def test_a_request_that_cannot_be_completed_is_refused(service: Service) -> None:

@@ -13,7 +13,7 @@ from uvicorn.server import ServerState
 
 from servekit.gateway.http import protocol
 from servekit.gateway.http.asgi import EVENT_STREAM, Receive, Scope, Send
-from servekit.gateway.http.limits import LIMITS, LimitedProtocol
+from servekit.gateway.http.limits import LIMITS
 from servekit.gateway.http.protocol import Http
 from servekit.gateway.http.response import FastResponse
 
@@ -71,9 +71,8 @@ class Wire(asyncio.Transport):
 class Forgetful(Http):
     """Knows no head: each request is parsed."""
 
-    def data_received(self, data: bytes) -> None:
-        self._idle_since_s = 0.0
-        LimitedProtocol.data_received(self, data)
+    def _start_with_known_head(self, body: bytes) -> bool:
+        return False
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:

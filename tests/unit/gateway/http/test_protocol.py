@@ -11,9 +11,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import msgspec
 import pytest
 
-from servekit.gateway.http.asgi import Receive, Scope, Send
+from servekit.gateway.http import limits
+from servekit.gateway.http.asgi import Receive, Scope, Send, send_json
 from servekit.gateway.http.limits import Limits
-from servekit.gateway.http.protocol import Head, Http
+from servekit.gateway.http.protocol import SLICE_BYTES, Head, Http
 from servekit.gateway.http.response import FastResponse
 from servekit.gateway.server import serving
 from tests.unit.gateway.conftest import until
@@ -62,11 +63,11 @@ async def test_who_is_connected_leaves_with_the_next_answer_once_the_doors_are_c
     listener = socket.create_server(("127.0.0.1", 0))
     taken_over = listener.dup()  # as the next gateway has it
     hot = {b"/hot": lambda exchange: exchange.send_json(b"{}")}
-    async with serving(nothing, listener, hot, 1000) as close_doors:
+    async with serving(nothing, listener, hot, 1000) as doors:
         reader, writer = await asyncio.open_connection(*listener.getsockname())
         writer.write(ask)
         assert b"connection: close" not in await reader.readuntil(b"\r\n\r\n{}")
-        close_doors()
+        doors.close()
         _, late_writer = await asyncio.open_connection(*taken_over.getsockname())
         late_writer.write(ask)
         writer.write(ask)
@@ -80,8 +81,63 @@ async def test_who_is_connected_leaves_with_the_next_answer_once_the_doors_are_c
         late_writer.close()
 
 
-LINES = (b"host: x", b"authorization: Bearer abc", b"content-type: application/json")
+@pytest.mark.parametrize("ends", [False, True])
+async def test_few_requests_are_parsed_behind_one_that_takes_long(ends: bool) -> None:
+    """A client may send any number of them, and each takes a lot of memory."""
+    first: list[FastResponse] = []
+    bodies: list[bytes] = []
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        bodies.append((await receive())["body"])  # uvicorn would read more now
+        await send_json(send, b"{}")
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    async with serving(answer, listener, {b"/hot": first.append}, 1000):
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        writer.write(b"POST /hot HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}")
+        await until(lambda: first, "it is asked")
+        count = 2**19 // 50
+        for at in range(count):
+            writer.write(b"PUT / HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\n%05d" % at)
+        if ends:
+            writer.write_eof()
+        protocol = first[0].protocol
+        await until(lambda: protocol._held, "more has come than is parsed")
+        most = 2 * SLICE_BYTES // 50
+        assert len(protocol.pipeline) < most
+        first[0].send_json(b"{}")
+        for _ in range(count + 1):
+            await reader.readuntil(b"\r\n\r\n{}")
+            assert len(protocol.pipeline) < most and len(protocol._held) < 2**19
+        assert bodies == [b"%05d" % at for at in range(count)]
+        writer.close()
+
+
 LIMITS = Limits(sweep_every_s=0.05)
+
+
+async def test_the_doors_are_used_while_a_client_reads_its_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answer = b'"%b"' % (b"x" * 2**25)  # more than the kernel takes
+    hot = {b"/hot": lambda exchange: exchange.send_json(answer)}
+    listener = socket.create_server(("127.0.0.1", 0))
+    async with serving(nothing, listener, hot, 1000, LIMITS) as doors:
+        for reads in (True, False):
+            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            assert not doors.are_used()
+            writer.write(b"POST /hot HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}")
+            await until(doors.are_used, "an answer is unsent")
+            if reads:
+                assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+                assert await reader.readexactly(len(answer)) == answer
+            else:
+                monkeypatch.setattr(limits, "READS_WITHIN_S", 0.2)
+            await until(lambda: not doors.are_used(), f"it is sent, or not read: {reads}")
+            writer.close()
+
+
+LINES = (b"host: x", b"authorization: Bearer abc", b"content-type: application/json")
 MOST_BYTES = 5000
 
 

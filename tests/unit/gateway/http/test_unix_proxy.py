@@ -20,7 +20,7 @@ class Server:
         self.path = path
         self.asked: list[bytes] = []
         self.pieces: list[bytes] = [b"hello"]
-        self.holds = False
+        self.holds = self.dies = False
         self.left = asyncio.Event()
 
     async def start(self) -> None:
@@ -38,7 +38,7 @@ class Server:
         if self.holds:
             await reader.read()
             self.left.set()
-        else:
+        elif not self.dies:
             writer.write(b"0\r\n\r\n")
         writer.close()
 
@@ -48,7 +48,7 @@ class Client:
 
     def __init__(self, *pieces: bytes) -> None:
         more = [index < len(pieces) - 1 for index in range(len(pieces))]
-        self._coming = [
+        self.coming = [
             {"type": "http.request", "body": piece, "more_body": follows}
             for piece, follows in zip(pieces, more, strict=True)
         ]
@@ -56,8 +56,8 @@ class Client:
         self.sent: list[dict[str, Any]] = []
 
     async def receive(self) -> dict[str, Any]:
-        if self._coming:
-            return self._coming.pop(0)
+        if self.coming:
+            return self.coming.pop(0)
         await self.leaves.wait()
         return {"type": "http.disconnect"}
 
@@ -86,7 +86,7 @@ async def server(tmp_path: Path) -> AsyncIterator[Server]:
 
 
 async def ask(server: Server, client: Client, **fields: Any) -> Client:
-    await UnixProxy(server.path)(scope(**fields), client.receive, client.send)
+    await UnixProxy(server.path, 8)(scope(**fields), client.receive, client.send)
     return client
 
 
@@ -115,6 +115,32 @@ async def test_a_body_is_passed_on_whole(server: Server) -> None:
     assert server.asked[0].endswith(b"\r\n\r\nabcdef")
 
 
+@pytest.mark.parametrize("header", [(b"content-length", b"9"), (b"transfer-encoding", b"chunked")])
+async def test_a_body_without_a_length_within_the_limit_is_not_read(
+    server: Server, header: tuple[bytes, bytes]
+) -> None:
+    client = Client(*[b"abc"] * 3)
+    await ask(server, client, method="POST", headers=[(b"host", b"x"), header])
+    assert (client.sent[0]["status"], b"too long" in client.body) == (413, True)
+    assert (server.asked, len(client.coming)) == ([], 3)
+
+
+async def test_a_client_that_leaves_within_its_body_is_asked_nothing_more(server: Server) -> None:
+    client = Client(b"abc")
+    client.coming[0]["more_body"] = True
+    client.leaves.set()
+    headers = [(b"host", b"x"), (b"content-length", b"6")]
+    await ask(server, client, method="POST", headers=headers)
+    assert (server.asked, client.sent) == ([], [])
+
+
+async def test_a_server_that_dies_within_its_answer_is_no_fault_of_ours(server: Server) -> None:
+    server.dies = True
+    client = await ask(server, Client(b""))
+    assert [one["type"] for one in client.sent] == ["http.response.start", "http.response.body"]
+    assert client.sent[-1]["more_body"], "the client sees that the answer is incomplete"
+
+
 async def test_the_server_notices_a_client_that_leaves(server: Server) -> None:
     server.holds = True
     client = Client(b"")
@@ -127,7 +153,7 @@ async def test_the_server_notices_a_client_that_leaves(server: Server) -> None:
 
 async def test_no_server_yet_is_503(tmp_path: Path) -> None:
     client = Client(b"")
-    await UnixProxy(tmp_path / "not-there.sock")(scope(), client.receive, client.send)
+    await UnixProxy(tmp_path / "not-there.sock", 8)(scope(), client.receive, client.send)
     assert client.sent[0]["status"] == 503
     assert (b"retry-after", b"2") in client.sent[0]["headers"]
     assert b"the UI is starting" in client.body

@@ -20,13 +20,13 @@ from servekit.gateway.api.openai.responses import STREAMED
 from servekit.gateway.auth.authorization import ACTING
 from servekit.gateway.http.asgi import send_error, send_json
 from servekit.gateway.routing.router import Router
-from servekit.gateway.storage import background_runner
+from servekit.gateway.storage import background_runner, background_store
 from servekit.gateway.storage.background_runner import BackgroundRunner
 from servekit.gateway.storage.background_store import BackgroundResponse, BackgroundStore
 from servekit.gateway.storage.leases import LOOK_EVERY_S
 from servekit.gateway.storage.response_store import ResponseStore, StoredResponse, StreamPart
 from servekit.gateway.storage.store_file import ResponsesUnavailable
-from servekit.protocol.access import AccessRules, KeyRule, ResponseStorage
+from servekit.protocol.access import AccessRules, KeyRule, ResponseStorage, SpentBudget
 
 Json = dict[str, Any]
 RULES = ResponseStorage(2**20, 30.0)
@@ -47,12 +47,24 @@ class Refused(ServekitError):
         self.status, self.code, self.retry_after_s = status, "refused", wait_s  # type: ignore[misc]
 
 
+class Store(BackgroundStore):
+    """What is put back can be claimed at once; the pauses are noted."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.put_back_s: list[float] = []
+
+    async def put_back(self, id: str, pause_s: float) -> None:
+        self.put_back_s.append(pause_s)
+        await super().put_back(id, -1.0)
+
+
 class Scene:
     """A runner, its store, and an application that answers with the next of `answers`."""
 
     def __init__(self, path: Path) -> None:
         self.router = Router("gateway/test")
-        self.store = BackgroundStore(path)
+        self.store = Store(path)
         self.responses = ResponseStore(path)
         self.runner = BackgroundRunner(self.router, self.find_store, self.answer)
         self.answers: list[Any] = []
@@ -91,9 +103,9 @@ class Scene:
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await answer(stream, send)
 
-    async def add(self, *stream: StreamPart, created: float | None = None) -> None:
+    async def add(self, *stream: StreamPart, created: float | None = None, id: str = "r1") -> None:
         row = BackgroundResponse(
-            "r1",
+            id,
             "ada",
             time.time() if created is None else created,
             msgspec.json.encode(SHOWN),
@@ -168,9 +180,67 @@ async def test_a_refusal_that_stays_is_how_the_response_ends(scene: Scene) -> No
 
 async def test_a_refusal_that_passes_is_tried_again(scene: Scene) -> None:
     await scene.add()
-    scene.answers = [Refused(429, "busy", 0.01), Refused(503, "loading", 0.01), ANSWER]
+    scene.answers = [Refused(429, "busy", 0.01), Refused(503, "loading", 7.0), ANSWER]
+    for _ in range(2):
+        await scene.run()
+        assert (await scene.stored()).status == "in_progress"
     await scene.run()
-    assert scene.pauses == [1.0, 1.0]
+    assert (scene.store.put_back_s, scene.pauses) == ([1.0, 7.0], [])
+    assert (await scene.found())["status"] == "completed"
+
+
+@pytest.mark.parametrize("stream", [(), (StreamPart(0, 0, b""),)])
+async def test_a_gateway_that_drains_ends_once_the_answer_is_stored(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, stream: tuple[StreamPart, ...]
+) -> None:
+    await scene.add(*stream)
+    scene.answers, idle, finish = [tell("c") if stream else ANSWER], [], scene.store.finish_response
+
+    async def note(*args: Any) -> None:
+        scene.router.drain()  # no call is left
+        await finish(*args)
+        idle.append(scene.router.idle.is_set())
+
+    monkeypatch.setattr(scene.store, "finish_response", note)
+    await scene.run()
+    assert (idle, scene.router.idle.is_set()) == ([False], True)
+    assert (await scene.found())["status"] == "completed"
+
+
+async def test_none_is_begun_once_the_gateway_drains(scene: Scene) -> None:
+    await scene.add()
+    held = await scene.runner.claim()
+    assert held is not None
+    scene.router.drain()
+    await scene.runner.work(held[0])
+    assert (scene.asked, scene.pauses) == ([], [])
+
+
+@pytest.mark.parametrize("stream", [(), (StreamPart(0, 0, b""),)])
+async def test_one_of_a_key_without_tokens_waits_for_them(
+    scene: Scene, stream: tuple[StreamPart, ...]
+) -> None:
+    await scene.add(*stream)
+    ada = scene.router.access.callers["ada"]
+    ada.spent = SpentBudget("ada", "daily", 100, time.time() + 3600)
+    await scene.run()
+    assert (scene.asked, scene.store.put_back_s) == ([], [30.0])
+    ada.spent = None
+    scene.answers = [tell("c") if stream else ANSWER]
+    await scene.run()
+    assert (await scene.found())["status"] == "completed"
+
+
+async def test_those_that_are_refused_for_now_keep_no_others_waiting(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background_store, "_MOST_HELD", 1)
+    for at in range(3):
+        await scene.add(id=f"refused{at}", created=time.time() - 60 + at)
+    await scene.add()
+    scene.answers = [Refused(503, "no worker", 30.0) for _ in range(3)] + [ANSWER]
+    for _ in range(4):
+        await scene.run()
     assert (await scene.found())["status"] == "completed"
 
 
@@ -184,8 +254,9 @@ async def test_after_a_day_a_refusal_stands(scene: Scene) -> None:
 async def test_just_before_the_day_is_over_it_is_tried_once_more(scene: Scene) -> None:
     await scene.add(created=time.time() - DAY_S + 20)
     scene.answers = [Refused(503, "loading", 10.0), Refused(503, "still loading", 30.0)]
-    await scene.run()
-    assert scene.pauses == [10.0]
+    for _ in range(2):
+        await scene.run()
+    assert scene.store.put_back_s == [10.0]
     assert (await scene.found())["error"]["message"] == "still loading"
 
 
@@ -315,7 +386,7 @@ async def test_a_stream_that_cannot_go_on_now_is_left_for_the_next_run(scene: Sc
         await scene.run()
         assert (await scene.stored()).status == "in_progress"
     assert names(await scene.events()) == ["a", "b", "c"]
-    assert scene.pauses == [LOOK_EVERY_S, 7.0]
+    assert scene.store.put_back_s == [LOOK_EVERY_S, 7.0]
     await scene.run()
     assert names(await scene.events()) == ["a", "b", "c", "d"]
     assert (await scene.found())["status"] == "completed"

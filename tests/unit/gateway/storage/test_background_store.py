@@ -108,6 +108,35 @@ async def test_the_keys_take_turns(make_store: Make, monkeypatch: pytest.MonkeyP
     assert {held.id for held in await store.claim_responses()} == {"ada0", "bob0", "ada1"}
 
 
+async def test_one_that_is_put_back_waits_for_its_pause_and_for_all_others(
+    make_store: Make, responses: ResponseStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background_store, "_MOST_HELD", 1)
+    one, other = make_store(), make_store()
+    for at in range(3):
+        await one.add(response(f"r{at}", "ada", at), RULES)
+
+    async def claim(store: BackgroundStore) -> list[str]:
+        return [held.id for held in await store.claim_responses()]
+
+    assert await claim(one) == ["r0"]
+    await other.put_back("r0", 30.0)
+    assert await claim(one) == ["r0"], "it was not the other's"
+    await one.put_back("r0", 30.0)
+    found = await responses.find("r0", "ada", RULES)
+    assert found is not None
+    assert found.status == "in_progress"
+    assert (await claim(one), await claim(other)) == (["r1"], ["r2"])
+    third = make_store()
+    assert not await claim(third)
+    await one.put_back("r1", -1.0)
+    await other.put_back("r2", -2.0)
+    assert await claim(third) == ["r2"], "it has waited longest"
+    monkeypatch.setattr(leases, "LEASE_S", -3.0)
+    await third.put_back("r2", 30.0)
+    assert await claim(one) == ["r2"], "a pause lasts as long as a lease at most"
+
+
 async def test_they_are_bounded(
     make_store: Make, responses: ResponseStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

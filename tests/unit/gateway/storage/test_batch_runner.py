@@ -1,14 +1,27 @@
-"""The lines of a batch's file: which are requests, and which file has none."""
+"""The lines of a batch's file: which are requests, which file has none, and what they become."""
 
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from servekit.gateway.storage.batch_runner import LineError, parse_line, read_lines, validate_file
+from servekit.gateway.http.asgi import ASGIApp
+from servekit.gateway.routing.router import Router
+from servekit.gateway.storage.batch_runner import (
+    BatchRunner,
+    LineError,
+    parse_line,
+    read_lines,
+    validate_file,
+)
+from servekit.gateway.storage.batch_store import Batch, BatchStore, StoredFile
+from servekit.protocol.access import AccessRules, BatchRules
 
+RULES = BatchRules(max_bytes=10**6, max_files=9, max_batches=9, concurrent=1)
 CHAT = "/v1/chat/completions"
 
 
@@ -64,3 +77,66 @@ def test_a_line_that_is_no_request(text: bytes | None, code: str, id: str | None
 
 def test_a_line_that_is_one() -> None:
     assert json.loads(bytes(parse_line(line(), CHAT).body)) == {"model": "m"}
+
+
+async def run_batch(store: BatchStore, router: Router, app: ASGIApp) -> Batch:
+    """Run a batch of the lines a, b and c, whose model is not served, and return it."""
+    router.access.apply_rules(AccessRules(batches=RULES))
+    written, now_s = store.make_path(), time.time()
+    written.write_bytes(b"\n".join(line(custom_id=id) for id in "abc"))
+    file = StoredFile("file-1", "", "batch", "", 9, now_s, now_s + 60)
+    await store.add_file(written, file, RULES)
+    record = {"input_file_id": "file-1", "endpoint": CHAT}
+    batch = Batch("batch_1", "", now_s, now_s + 60, "validating", record, 0, 0, 0, 0)
+    await store.add_batch(batch, RULES)
+    runner = BatchRunner(router, lambda: store, app, 10**6)
+    for held in await runner.claim() or ():
+        await runner.work(held)
+    return await store.find_batch("batch_1", "")
+
+
+async def test_each_result_is_a_line_of_json_whatever_server_answered(tmp_path: Path) -> None:
+    """Some endpoints may be forwarded to any server."""
+    answers = [
+        (200, b'{\n  "a": [1, "\xff"]\n}\n'),
+        (500, b"Internal\nServer Error"),
+        (200, b"\xff{"),
+    ]
+    store = BatchStore(tmp_path / "files")
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        status, body = answers.pop(0)
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": body})
+
+    done = await run_batch(store, Router("gateway/test"), answer)
+    assert (done.status, done.completed, done.failed) == ("completed", 2, 1)
+    files = [store.path(done.record[f"{kind}_file_id"]) for kind in ("output", "error")]
+    results = [json.loads(text) for file in files for text in file.read_bytes().splitlines()]
+    bodies = {one["custom_id"]: one["response"]["body"] for one in results}
+    assert bodies == {"a": {"a": [1, "\ufffd"]}, "b": "Internal\nServer Error", "c": "\ufffd{"}
+    store.close()
+
+
+async def test_a_gateway_that_drains_ends_once_each_answer_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, router = BatchStore(tmp_path / "files"), Router("gateway/test")
+    idle, save = [], store.save_result
+
+    async def note(*args: Any, **more: Any) -> int:
+        router.drain()  # no call is left
+        size = await save(*args, **more)
+        idle.append(router.idle.is_set())
+        router.draining = False
+        router.idle.clear()
+        return size
+
+    monkeypatch.setattr(store, "save_result", note)
+    done = await run_batch(store, router, send_nothing)
+    assert (done.failed, idle) == (3, [False] * 3)
+    store.close()
+
+
+async def send_nothing(scope: Any, receive: Any, send: Any) -> None:
+    pass

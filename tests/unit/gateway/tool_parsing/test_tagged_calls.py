@@ -59,7 +59,7 @@ ROOT = {
     ],
 )
 def test_the_kinds_of_values_that_a_schema_allows(schema: Any, kinds: set[str]) -> None:
-    assert list_kinds(schema, ROOT) == kinds
+    assert list_kinds(schema, ROOT, {}) == kinds
 
 
 def test_references_are_followed_to_a_depth() -> None:
@@ -67,8 +67,16 @@ def test_references_are_followed_to_a_depth() -> None:
         defs: dict[str, Any] = {str(at): {"$ref": f"#/$defs/{at + 1}"} for at in range(length)}
         return {"$defs": defs | {str(length): {"type": "string"}}}
 
-    assert list_kinds({"$ref": "#/$defs/0"}, chain(7)) == TEXT
-    assert list_kinds({"$ref": "#/$defs/0"}, chain(8)) == BOTH
+    assert list_kinds({"$ref": "#/$defs/0"}, chain(7), {}) == TEXT
+    assert list_kinds({"$ref": "#/$defs/0"}, chain(8), {}) == BOTH
+
+
+def test_references_to_each_other_are_followed_once() -> None:
+    """Else a thousand of them, twenty kilobytes, would take longer than anybody lives."""
+    again = [{"$ref": "#/$defs/a"}] * 1000
+    root = {"$defs": {"a": {"anyOf": again}, "b": {"anyOf": [{"type": "string"}, *again]}}}
+    assert list_kinds({"$ref": "#/$defs/a"}, root, {}) == BOTH
+    assert list_kinds({"$ref": "#/$defs/b"}, root, {}) == BOTH
 
 
 def tool(name: str, properties: Any) -> dict[str, Any]:

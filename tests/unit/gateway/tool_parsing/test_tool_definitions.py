@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -87,6 +88,15 @@ def test_choices(choice: Any, mode: str, names: list[str], once: bool) -> None:
     found = parse_tool_choice(TOOLS, choice)
     assert (found.mode, found.once) == (mode, once)
     assert [tool["function"]["name"] for tool in found.tools] == names
+
+
+def test_a_long_list_of_allowed_tools_takes_little_time() -> None:
+    tools = [tool(f"f{at}") for at in range(1000)]
+    listed = [tool("f999")] * 100_000 + [tool("f0")]
+    began_s = time.process_time()
+    found = parse_tool_choice(tools, {"type": "allowed_tools", "tools": listed})
+    assert time.process_time() - began_s < 2
+    assert list(found.tools) == [tools[999], tools[0]]
 
 
 def test_without_tools_there_is_no_choice() -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import base64
 import json
 import re
+import time
 from typing import Any
 
 import pytest
+from llguidance.gbnf_to_lark import is_lark_syntax
 
 from servekit.errors import RequestError, Unsupported
 from servekit.gateway.api.openai.generation_request import chat_request, completion_request
@@ -240,6 +242,21 @@ def test_a_grammar_in_gbnf_becomes_lark() -> None:
     assert "start:" in form.text and "::=" not in form.text
 
 
+@pytest.mark.parametrize(
+    "text", ['start: "a"', 'x: "a"\n \t\n\r start \n : x', ' %llguidance {}\nstart[lazy]: "a"']
+)
+def test_lark_stays_as_it_is(text: str) -> None:
+    assert is_lark_syntax(text)
+    assert constraint(chat(guided_grammar=text)) == Grammar("lark", text, "guided_grammar")
+
+
+@pytest.mark.parametrize("text", ["", "xstart: y", "x: start\n:", "%llguidances", "a start:"])
+def test_other_texts_are_no_lark(text: str) -> None:
+    assert not is_lark_syntax(text)
+    with pytest.raises(RequestError, match="neither Lark"):
+        constraint(chat(guided_grammar=text))
+
+
 def test_gbnf_is_short_and_lark_as_long_as_it_likes() -> None:
     """Converting GBNF takes long, and it is done on the event loop."""
     rule = 'root ::= "a"\n'
@@ -248,6 +265,10 @@ def test_gbnf_is_short_and_lark_as_long_as_it_likes() -> None:
     with pytest.raises(RequestError, match=f"more than {MAX_GBNF_CHARS} characters") as refused:
         constraint(chat(guided_grammar=longest + "#"))
     assert refused.value.param == "guided_grammar"
+    began_s = time.process_time()
+    with pytest.raises(RequestError, match=f"more than {MAX_GBNF_CHARS} characters"):
+        constraint(chat(guided_grammar="\n \t" * 200_000))
+    assert time.process_time() - began_s < 2
     lark = 'start: "a"\n' + "//" * MAX_GBNF_CHARS
     assert constraint(chat(guided_grammar=lark)) == Grammar("lark", lark, "guided_grammar")
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import json
+import time
 from typing import Any
 
 import pytest
 
 from servekit.errors import RequestError
 from servekit.gateway.api.openai.responses_schema import (
+    Item,
     ResponsesRequest,
     ask_of,
     items_of,
@@ -162,6 +164,22 @@ def test_a_result_names_the_function_that_was_called() -> None:
     assert talk(result) == [ChatMessage("tool", "4", tool_call_id="c2")]
     parts = [{"type": "input_text", "text": "5"}]
     assert talk(result | {"output": parts})[0].content == "5"
+    [_, told] = talk(call("c2", "first"), call("c2", "second"), result)
+    assert told.name == "first"
+
+
+def test_many_calls_of_a_long_conversation_take_little_time() -> None:
+    """Conversations that are stored may have any number of them, and this is on the event loop."""
+    items: list[Item] = []
+    for at in range(40_000):
+        items.append(Item(type="function_call", call_id=f"c{at}", name=f"f{at}"))
+        if at % 8 == 7:
+            items.append(Item(type="function_call_output", call_id=f"c{at}", output=""))
+    began_s = time.process_time()
+    messages = to_messages(None, items)
+    assert time.process_time() - began_s < 2.0
+    assert messages[-1] == ChatMessage("tool", "", "f39999", tool_call_id="c39999")
+    assert sum(len(one.tool_calls) for one in messages) == 40_000
 
 
 def test_all_parts_of_a_message_are_read() -> None:

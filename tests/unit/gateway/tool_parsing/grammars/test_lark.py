@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -122,3 +123,13 @@ def test_a_form_keeps_its_parameter_and_comes_after_the_thoughts(begun: bool) ->
 def test_without_thoughts_the_form_is_as_it_was() -> None:
     form = Grammar("regex", json.dumps("a"))
     assert after_thoughts(PLAIN, form, begun=False) is form
+
+
+@pytest.mark.parametrize("space", [" ", "\n", "\t\n"])
+def test_much_space_in_a_grammar_takes_little_time(space: str) -> None:
+    spoken, many = dialect("", own_tokens=False, **THINKS), space * 200_000
+    began_s = time.process_time()
+    for text, kept in ((f"start{many}x: y", True), (f"start{many}[lazy]{many}: y", False)):
+        made = after_thoughts(spoken, Grammar("lark", text, "guided_grammar"), begun=False)
+        assert made.text.endswith(f"\n{text}" if kept else f"\nsk_{text}")
+    assert time.process_time() - began_s < 2

@@ -6,6 +6,7 @@ Each is tried twice: where the family's markers are tokens of the model, and whe
 from __future__ import annotations
 
 import json
+import time
 from functools import cache
 from typing import Any
 
@@ -16,7 +17,7 @@ from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 from msgspec import structs
 
-from servekit.errors import Unsupported
+from servekit.errors import RequestError, Unsupported
 from servekit.gateway.tool_parsing import parser
 from servekit.gateway.tool_parsing.grammars.grammar_templates import WRITERS
 from servekit.gateway.tool_parsing.grammars.lark import after_thoughts
@@ -53,6 +54,27 @@ TEXT = "Let me see. {a} <b> [c]"
 B, S = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
 D = f"<｜tool▁calls▁begin｜>{B}", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
 K = "<|tool_call_begin|>functions.", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+
+
+@pytest.mark.parametrize("family", ["qwen3_coder", "glm", "pythonic", "hermes"])
+@pytest.mark.parametrize("refers", [False, True])
+def test_definitions_are_written_for_those_that_refer_to_some(family: str, refers: bool) -> None:
+    """A thousand arguments and ten thousand definitions are a third of a megabyte."""
+    argument = {"$ref": "#/$defs/0"} if refers else {"type": "integer"}
+    schema = {
+        "properties": {f"p{at}": argument | {"description": str(at)} for at in range(1000)},
+        "$defs": {str(at): {"type": "integer"} for at in range(10_000)},
+    }
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    choice, began_s = parse_tool_choice([tool], "required"), time.process_time()
+    if refers and family != "hermes":
+        with pytest.raises(RequestError, match="the schemas are too long"):
+            tool_grammar(Dialect(tools=family), choice)
+    else:
+        grammar = tool_grammar(Dialect(tools=family), choice)
+        assert grammar is not None
+        assert len(grammar.text) < 1_000_000
+    assert time.process_time() - began_s < 10
 
 
 def written(family: str, name: str, arguments: str) -> str:
