@@ -215,6 +215,15 @@ def test_started_by_nohup_it_outlives_its_terminal(tmp_path: Path) -> None:
         assert instance.wait() == 0
 
 
+def test_it_serves_where_it_was_started_without_standard_streams(tmp_path: Path) -> None:
+    """As by `ssh host servekit up … <&- >&- 2>&- &`, or by a program that closes all files."""
+    without = ("bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *PROGRAM)
+    with Instance.up(tmp_path, [echo("a")], program=without) as instance:
+        assert complete(instance.until_settled().url, "a", "x").status_code == 200
+        instance.signal(signal.SIGTERM)
+        assert instance.wait() == 0
+
+
 def test_files_of_the_working_directory_are_no_modules_of_its_children(tmp_path: Path) -> None:
     here = tmp_path / "here"
     here.mkdir()

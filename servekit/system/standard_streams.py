@@ -1,0 +1,19 @@
+"""The standard streams, which a process may have been started without (`servekit up <&-`)."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def open_standard_streams() -> None:
+    """Open /dev/null for each standard stream that is closed; call this before anything is opened.
+
+    Otherwise a socket or a lock gets its number, and a child's own stream takes its place there.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+    sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
