@@ -224,6 +224,22 @@ def test_it_serves_where_it_was_started_without_standard_streams(tmp_path: Path)
         assert instance.wait() == 0
 
 
+def test_signals_that_its_parent_had_blocked_or_ignored_count(tmp_path: Path) -> None:
+    """The kernel reaps the children of a process that ignores SIGCHLD, and no exit is told."""
+    parent = (
+        "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN);"
+        " signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT));"
+        " os.execvp(sys.argv[1], sys.argv[1:])"
+    )
+    program = (sys.executable, "-c", parent, *PROGRAM)
+    with Instance.up(tmp_path, [echo("a")], program=program) as instance:
+        instance.until_settled()
+        os.kill(instance.replica("a/0").pid, signal.SIGKILL)
+        instance.until("its end is told", lambda: "reason='killed by SIGKILL'" in instance.log)
+        instance.signal(signal.SIGTERM)
+        assert instance.wait() == 0
+
+
 def test_files_of_the_working_directory_are_no_modules_of_its_children(tmp_path: Path) -> None:
     here = tmp_path / "here"
     here.mkdir()

@@ -1,8 +1,9 @@
-"""The standard streams, which a process may have been started without (`servekit up <&-`)."""
+"""What a process inherits from the one that started it, and cannot work with."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 
@@ -17,3 +18,12 @@ def open_standard_streams() -> None:
     sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115
     sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+
+
+def reset_signals() -> None:
+    """Let signals through that were blocked, and keep the exit codes of children.
+
+    Where SIGCHLD is ignored the kernel reaps our children: waitpid(2).
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
