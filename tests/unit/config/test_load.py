@@ -214,6 +214,13 @@ def test_what_is_no_file(tmp_path: Path) -> None:
     assert complaints(Path("a\0b"))[0].startswith(": is not a file name")
 
 
+def test_a_file_in_a_folder_whose_name_is_not_utf_8(tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path / "a") + b"\xff"))
+    folder.mkdir()
+    with pytest.raises(ConfigError, match=r"a\\udcff/servekit.yaml' is not UTF-8; rename"):
+        load_config(write(folder, "models: [{name: a, engine: echo}]"))
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
 def test_a_file_of_someone_else(tmp_path: Path) -> None:
     path = write(tmp_path, "models: []")
