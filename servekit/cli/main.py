@@ -276,6 +276,10 @@ def reference() -> None:
     print(metrics.metrics_reference())
 
 
+#: The characters of a name that an error shows.
+_LONGEST_NAME = 500
+
+
 @contextlib.contextmanager
 def _one_sentence() -> Iterator[None]:
     """Turn our own errors, and those of a user's paths, into a sentence and an exit code."""
@@ -289,6 +293,9 @@ def _one_sentence() -> Iterator[None]:
             raise
         print(said, file=sys.stderr)
         raise typer.Exit(1) from None
+    except UnicodeEncodeError as error:
+        print(f"{error.object[:_LONGEST_NAME]!a} is not UTF-8", file=sys.stderr)
+        raise typer.Exit(2) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -11,6 +12,7 @@ def open_standard_streams() -> None:
     """Open /dev/null for each standard stream that is closed; call this before anything is opened.
 
     Otherwise a socket or a lock gets its number, and a child's own stream takes its place there.
+    Characters that the encoding of stdout lacks are written as "?".
     """
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
@@ -18,6 +20,8 @@ def open_standard_streams() -> None:
     sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115
     sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def reset_signals() -> None:
