@@ -224,6 +224,15 @@ def test_it_serves_where_it_was_started_without_standard_streams(tmp_path: Path)
         assert instance.wait() == 0
 
 
+def test_it_serves_on_where_nobody_reads_its_output_any_more(tmp_path: Path) -> None:
+    """As with `servekit up 2>&1 | head -1`."""
+    read_once = ("bash", "-c", 'exec "$@" 2> >(head -1)', "bash", *PROGRAM)
+    with Instance.up(tmp_path, [echo("a")], program=read_once) as instance:
+        assert complete(instance.until_settled().url, "a", "x").status_code == 200
+        instance.signal(signal.SIGTERM)
+        assert instance.wait() == 0
+
+
 def test_signals_that_its_parent_had_blocked_or_ignored_count(tmp_path: Path) -> None:
     """The kernel reaps the children of a process that ignores SIGCHLD, and no exit is told."""
     parent = (
