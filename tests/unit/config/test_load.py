@@ -132,6 +132,10 @@ FILES = [
     ),
     ('"models\\e[2J": 1', ":1:1: this text holds an unprintable U+001B."),
     ("models: \x07", ":1:9: unprintable character (U+0007)."),
+    (
+        f"models: [{{name: a, path: b/c, max_queue: {2**64}}}]",
+        "max_queue: must be a whole number, but is the number 18446744073709551616",
+    ),
 ]
 
 
