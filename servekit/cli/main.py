@@ -301,10 +301,12 @@ def _one_sentence() -> Iterator[None]:
 
 
 def _explain_path_error(error: OSError) -> str:
-    """Return a sentence on a path that cannot be used; "" for an error of another kind."""
+    """Return a sentence on a path or an output that cannot be used; "" for any other error."""
     if error.filename is not None:
         is_of_path = error.errno in (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
         return f"{error.filename}: {error.strerror}" if is_of_path else ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"the output cannot be written: {error.strerror}"
     try:
         Path.cwd()
     except FileNotFoundError:

@@ -35,6 +35,7 @@ def raising(error: BaseException) -> Callable[[], None]:
         (ServekitError("odd"), 1, "odd\n"),
         (PermissionError(13, "Permission denied", "/x"), 1, "/x: Permission denied\n"),
         (OSError(36, "File name too long", "/x"), 1, "/x: File name too long\n"),
+        (OSError(28, "No space left"), 1, "the output cannot be written: No space left\n"),
         (UnicodeEncodeError("utf-8", "\udcff", 0, 1, "no"), 2, "'\\udcff' is not UTF-8\n"),
         (KeyboardInterrupt(), 130, ""),
     ],
