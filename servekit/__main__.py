@@ -5,8 +5,11 @@ from __future__ import annotations
 
 def main() -> None:
     """Run the command line."""
+    from servekit.system.inherited_state import open_standard_streams, reset_signals
     from servekit.system.python.lean_start import collect_less
 
+    open_standard_streams()
+    reset_signals()
     collect_less()
     from servekit.cli.main import app
 

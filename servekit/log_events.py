@@ -71,6 +71,7 @@ EVENTS = {
     "process_stalled": "The process makes no progress and is replaced: {reason}",
     "process_exited": "The process ended and is [started again in {again_in_s} s|not started again]"
     ": {reason}",
+    "worker_start_failed": "The worker's start broke off",
     "process_start_failed": "The process could not start and is"
     " [tried again in {again_in_s} s|not tried again]: {reason}",
     "worker_draining": "The worker is to end; its requests have {at_most_s} s to finish",

@@ -98,7 +98,8 @@ def _cut_item(path: Path, index: int) -> str:
     from servekit.config.yaml.file_reader import read_document
     from servekit.config.yaml.nodes import find_node
 
-    lines = path.read_text().splitlines(keepends=True)
+    # as bytes, so that line ends stay as they are
+    lines = path.read_bytes().decode().splitlines(keepends=True)
     first = find_node(read_document(path), ("keys", index)).node.mark.line - 1
     dash = len(lines[first]) - len(lines[first].lstrip())
     if not lines[first].lstrip().startswith("- "):
@@ -116,16 +117,20 @@ def _is_inside(line: str, dash: int) -> bool:
 def _replace(path: Path, text: str) -> None:
     from servekit.config.load import load_config
 
-    beside = path.with_name(f".{path.name}.{os.getpid()}.yaml")
+    name, target = f".{path.name}.{os.getpid()}.yaml", path.resolve()
+    # the file may be a link: paths in it are relative to the link, and the link stays one
+    beside, fresh = path.with_name(name), target.with_name(name)
     try:
-        beside.touch(mode=path.stat().st_mode & 0o777)
-        beside.write_text(text)
+        for file in {beside, fresh}:
+            file.touch(mode=path.stat().st_mode & 0o777)
+            file.write_bytes(text.encode())
         load_config(beside)  # a cut that breaks the file must not replace it
-        beside.replace(path)
+        fresh.replace(target)
     except OSError as error:
         raise StartError(f"cannot write {path}: {error.strerror}") from None
     finally:
         beside.unlink(missing_ok=True)
+        fresh.unlink(missing_ok=True)
 
 
 def _find_file(config: Path | None) -> Path:

@@ -6,6 +6,7 @@ an error of the machine, 2 an error of the input, 130 interrupted.
 
 # No string annotations: typer evaluates each several times, which slows down --help.
 import contextlib
+import errno
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -275,21 +276,42 @@ def reference() -> None:
     print(metrics.metrics_reference())
 
 
+#: The characters of a name that an error shows.
+_LONGEST_NAME = 500
+
+
 @contextlib.contextmanager
 def _one_sentence() -> Iterator[None]:
-    """Turn our own errors, and of files that are not ours, into a sentence and an exit code."""
+    """Turn our own errors, and those of a user's paths, into a sentence and an exit code."""
     try:
         yield
     except ServekitError as error:
         print(error.message, file=sys.stderr)
         raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
-    except PermissionError as error:
-        if error.filename is None:
+    except OSError as error:
+        if not (said := _explain_path_error(error)):
             raise
-        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
+        print(said, file=sys.stderr)
         raise typer.Exit(1) from None
+    except UnicodeEncodeError as error:
+        print(f"{error.object[:_LONGEST_NAME]!a} is not UTF-8", file=sys.stderr)
+        raise typer.Exit(2) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+def _explain_path_error(error: OSError) -> str:
+    """Return a sentence on a path or an output that cannot be used; "" for any other error."""
+    if error.filename is not None:
+        is_of_path = error.errno in (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+        return f"{error.filename}: {error.strerror}" if is_of_path else ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"the output cannot be written: {error.strerror}"
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return "the working directory does not exist any more; change to another one"
+    return ""
 
 
 def _register(

@@ -62,6 +62,11 @@ def load_here(path: Path, machine: Machine) -> tuple[Config, Choices]:
 def _load_resolved(path: Path, machine: Machine | None) -> tuple[Config, Choices]:
     root = read_document(path)
     folder = path.absolute().parent
+    try:
+        for spelling in (path.absolute(), path.resolve()):
+            paths.refuse_undecodable(spelling)
+    except ValueError as error:
+        raise ConfigError(f"the configuration's path {error}") from None
     environ = machine.environ if machine is not None and machine.environ else os.environ
     unset = shorthands.expand(root, environ)
     if advice := explain_mapping(root):

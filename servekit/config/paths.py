@@ -94,9 +94,19 @@ def resolve_path(text: str, folder: Path) -> Path:
     """
     try:
         path = folder / Path(text).expanduser()
-        return path.resolve() if path.name == ".." else path.parent.resolve() / path.name
+        found = path.resolve() if path.name == ".." else path.parent.resolve() / path.name
     except (OSError, RuntimeError) as error:  # a loop of links, or an unknown user
         raise ValueError(f"'{text}': {error}") from None
+    refuse_undecodable(found)
+    return found
+
+
+def refuse_undecodable(path: Path) -> None:
+    """Raise ValueError for a path that no message can carry, as its bytes are not UTF-8."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{str(path)!a} is not UTF-8; rename the file or folder") from None
 
 
 def _check_pypi(text: str) -> ModelPath:

@@ -27,7 +27,7 @@ from servekit.usage_store import FILE, TABLE, VERSION, read_usage
 log: Any = structlog.get_logger("servekit.supervisor")
 
 WRITE_EVERY_S = 3.0
-#: Days that are kept.
+#: Days that are kept, of those with requests: a clock that is wrong for a while ages none.
 MOST_DAYS = 800
 _GOODBYE_S = 2.0
 #: The place of each metric in the sums.
@@ -42,6 +42,8 @@ _ADD = """INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (day, key, 
     prompt_tokens = prompt_tokens + excluded.prompt_tokens,
     cached_tokens = cached_tokens + excluded.cached_tokens,
     completion_tokens = completion_tokens + excluded.completion_tokens"""
+_PRUNE = """DELETE FROM usage WHERE day <
+    (SELECT min(day) FROM (SELECT DISTINCT day FROM usage ORDER BY day DESC LIMIT ?))"""
 
 Sums = dict[tuple[str, str, str], list[int]]  # by day, key and model
 
@@ -53,7 +55,8 @@ class UsageLedger:
         self._now = now
         self._pending: Sums = {}
         self._lock = threading.Lock()
-        self._day = ""
+        self._day = self._latest = ""  # today, and the latest day that has been counted
+        self._run_dir: Path | None = None
         self._today: defaultdict[str, int] = defaultdict(int)  # tokens by key
         self._month: defaultdict[str, int] = defaultdict(int)
         #: Set once there is something to write, or at the end.
@@ -66,12 +69,9 @@ class UsageLedger:
 
     def open_store(self, run_dir: Path) -> None:
         """Read the sums of this month, and start to write."""
-        self._day = day = self._now().date().isoformat()
-        for row in read_usage(run_dir, by=("key",), since=f"{day[:7]}-01"):
-            tokens = row.prompt_tokens + row.completion_tokens
-            self._month[row.key] += tokens
-            if row.period == day:
-                self._today[row.key] += tokens
+        self._run_dir = run_dir
+        self._day = self._latest = self._now().date().isoformat()
+        self._read_sums(run_dir)
         self._closing.clear()
         self._thread = threading.Thread(
             target=self._run, args=(run_dir / FILE,), name="usage", daemon=True
@@ -103,13 +103,31 @@ class UsageLedger:
 
     def _turn_page(self) -> None:
         """Begin the sums of a new day, and of a new month."""
-        day = self._now().date().isoformat()
-        if day == self._day:
+        today = self._now().date()
+        if (day := today.isoformat()) == self._day:
             return
+        follows = self._latest == (today - timedelta(days=1)).isoformat() == self._day
+        before, self._day, self._latest = self._day, day, max(day, self._latest)
         self._today.clear()
-        if day[:7] != self._day[:7]:
+        if day[:7] != before[:7]:
             self._month.clear()
-        self._day = day
+        if self._run_dir is not None and not follows:  # the clock was set, or we were suspended
+            self._read_sums(self._run_dir)
+
+    def _read_sums(self, run_dir: Path) -> None:
+        """Read the tokens of this day and of its month, with those that wait to be written."""
+        self._today.clear()
+        self._month.clear()
+        rows = read_usage(run_dir, by=("key",), since=f"{self._day[:7]}-01")
+        found = [(row.period, row.key, row.prompt_tokens + row.completion_tokens) for row in rows]
+        with self._lock:
+            waiting = list(self._pending.items())
+        found += [(day, key, sums[1] + sums[3]) for (day, key, _), sums in waiting]
+        for day, key, tokens in found:
+            if day[:7] == self._day[:7]:
+                self._month[key] += tokens
+            if day == self._day:
+                self._today[key] += tokens
 
     def find_spent(self, keys: Sequence[KeyConfig]) -> KeyBudgets:
         """Return the budgets that are used up, each until when."""
@@ -177,5 +195,4 @@ def _write_sums(path: Path, sums: Sums) -> None:
         file.execute(TABLE)
         file.execute(f"PRAGMA user_version = {VERSION}")
         file.executemany(_ADD, [(*of, *figures) for of, figures in sums.items()])
-        oldest = date.today() - timedelta(days=MOST_DAYS)
-        file.execute("DELETE FROM usage WHERE day < ?", (oldest.isoformat(),))
+        file.execute(_PRUNE, (MOST_DAYS,))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 from servekit.supervisor.process.instances import list_instances
 from servekit.system import procfs
 from tests.integration.instance import PROGRAM, echo, write_config
+from tests.polling import poll
 
 
 def cli(folder: Path, *args: str, text: str = "") -> subprocess.CompletedProcess[str]:
@@ -123,6 +125,30 @@ def test_a_start_that_fails_says_why_and_where_the_log_is(tmp_path: Path) -> Non
     assert done.returncode == 1
     assert "no weights here" in done.stderr
     assert "state/servekit/default.log" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
+def test_the_instance_of_a_conversation_ends_with_it(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """As where its terminal is closed."""
+    command = [*PROGRAM, "run", "org/name", "--engine", "echo"]
+    env = {**os.environ, "XDG_STATE_HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env
+    ) as process:
+
+        def instances() -> list[Path]:
+            return [one.run_dir for one in list_instances() if tmp_path in one.run_dir.parents]
+
+        poll("it serves", instances)
+        process.send_signal(number)
+        poll("it is gone", lambda: not instances() and process.poll() is not None)
+        said = process.stderr.read().decode() if process.stderr is not None else ""
+    assert "Traceback" not in said
+    assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
+    left = list(tmp_path.glob("servekit-run-*"))
+    assert left == [] or number == signal.SIGKILL
 
 
 @pytest.mark.lane("long")

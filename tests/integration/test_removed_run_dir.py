@@ -1,4 +1,7 @@
-"""The run directory of a living instance is removed; commands find the instance all the same."""
+"""The run directory of a living instance is removed; commands find the instance all the same.
+
+Or the folder is removed in which it was started.
+"""
 
 from __future__ import annotations
 
@@ -123,3 +126,20 @@ def test_why_tells_of_what_has_ended(tmp_path: Path) -> None:
         assert "no such weights" in json.loads(told.stdout.splitlines()[0])["what"]
         told = cli("why", "nobody", "--run-dir", str(instance.run_dir))
         assert told.returncode == 1 and "no servekit runs in" in told.stderr
+
+
+def test_an_instance_starts_processes_where_its_working_directory_is_gone(tmp_path: Path) -> None:
+    """As after a release, whose folder replaces the one before."""
+    (tmp_path / "release").mkdir()
+    with Instance.up(tmp_path, [echo("a")], cwd=tmp_path / "release") as instance:
+        before = instance.until_settled()
+        (tmp_path / "release").rmdir()
+        os.kill(before.gateways[0].pid, signal.SIGKILL)
+        os.kill(before.models[0].replicas[0].pid, signal.SIGKILL)
+
+        def is_back() -> bool:
+            now = (instance.gateway(), instance.replica("a/0"))
+            return all(one.state == "ready" and one.restarts == 1 for one in now)
+
+        instance.until("both are back", is_back)
+        assert instance.reload() == "nothing to change"

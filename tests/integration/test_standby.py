@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from servekit.protocol.messages import ReplicaStatus
+from servekit.supervisor.workers.fork_server import FORK_S
 from servekit.system import procfs
 from servekit.system.parent_death import CHILD_MARK
 from tests.integration.instance import Instance, echo
 from tests.integration.test_faults_supervisor import cli, complete, rewrite, traffic
+from tests.polling import poll
 
 
 def forking(name: str = "a", **options: Any) -> dict[str, Any]:
@@ -50,6 +53,12 @@ def kill_and_replace(instance: Instance, name: str = "a/0") -> int:
 def is_forked(pid: int) -> bool:
     # `ps` shows it as any worker, but for what a fresh interpreter is told on its command line.
     return "--control-fd" not in procfs.command_line(pid, 4096)
+
+
+def workers_of(instance: Instance) -> list[int]:
+    """The PIDs of the supervisor's children that `ps` shows as the worker a/0."""
+    children = [one.pid for one in procfs.all_processes() if one.parent == instance.pid]
+    return [pid for pid in children if " --name a/0" in procfs.command_line(pid, 4096)]
 
 
 def environment(pid: int) -> dict[str, str]:
@@ -119,6 +128,27 @@ def test_a_standby_that_does_not_answer_is_not_waited_for_long(tmp_path: Path) -
         os.kill(prepared.pid, signal.SIGSTOP)
         assert not is_forked(kill_and_replace(instance))
         assert "did not fork when it was asked to" in instance.log
+
+
+@pytest.mark.lane("long")
+def test_a_worker_that_is_forked_too_late_does_not_live_beside_a_fresh_one(tmp_path: Path) -> None:
+    """The supervisor is suspended meanwhile: it finds the answer when its time is over, too."""
+    with Instance.up(tmp_path, [forking()]) as instance:
+        prepared = until_prepared(instance)
+        os.kill(prepared.pid, signal.SIGSTOP)
+        pid = instance.replica("a/0").pid
+        os.kill(pid, signal.SIGKILL)
+        instance.until("a fork is ordered", lambda: instance.replica("a/0").restarts == 1)
+        ordered_at = time.monotonic()
+        os.kill(instance.pid, signal.SIGSTOP)
+        os.kill(prepared.pid, signal.SIGCONT)
+        poll("it has forked", lambda: workers_of(instance))
+        poll("its time is over", lambda: time.monotonic() > ordered_at + FORK_S + 1, FORK_S + 5)
+        os.kill(instance.pid, signal.SIGCONT)
+        fresh = replaced(instance, pid)
+        assert not is_forked(fresh)
+        instance.until("it is alone", lambda: workers_of(instance) == [fresh])
+        assert complete(instance.url, "a").status_code == 200
 
 
 @pytest.mark.lane("long")

@@ -215,6 +215,40 @@ def test_started_by_nohup_it_outlives_its_terminal(tmp_path: Path) -> None:
         assert instance.wait() == 0
 
 
+def test_it_serves_where_it_was_started_without_standard_streams(tmp_path: Path) -> None:
+    """As by `ssh host servekit up … <&- >&- 2>&- &`, or by a program that closes all files."""
+    without = ("bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *PROGRAM)
+    with Instance.up(tmp_path, [echo("a")], program=without) as instance:
+        assert complete(instance.until_settled().url, "a", "x").status_code == 200
+        instance.signal(signal.SIGTERM)
+        assert instance.wait() == 0
+
+
+def test_it_serves_on_where_nobody_reads_its_output_any_more(tmp_path: Path) -> None:
+    """As with `servekit up 2>&1 | head -1`."""
+    read_once = ("bash", "-c", 'exec "$@" 2> >(head -1)', "bash", *PROGRAM)
+    with Instance.up(tmp_path, [echo("a")], program=read_once) as instance:
+        assert complete(instance.until_settled().url, "a", "x").status_code == 200
+        instance.signal(signal.SIGTERM)
+        assert instance.wait() == 0
+
+
+def test_signals_that_its_parent_had_blocked_or_ignored_count(tmp_path: Path) -> None:
+    """The kernel reaps the children of a process that ignores SIGCHLD, and no exit is told."""
+    parent = (
+        "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN);"
+        " signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT));"
+        " os.execvp(sys.argv[1], sys.argv[1:])"
+    )
+    program = (sys.executable, "-c", parent, *PROGRAM)
+    with Instance.up(tmp_path, [echo("a")], program=program) as instance:
+        instance.until_settled()
+        os.kill(instance.replica("a/0").pid, signal.SIGKILL)
+        instance.until("its end is told", lambda: "reason='killed by SIGKILL'" in instance.log)
+        instance.signal(signal.SIGTERM)
+        assert instance.wait() == 0
+
+
 def test_files_of_the_working_directory_are_no_modules_of_its_children(tmp_path: Path) -> None:
     here = tmp_path / "here"
     here.mkdir()

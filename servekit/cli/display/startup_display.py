@@ -56,13 +56,20 @@ class BannerFacts:
 @contextlib.contextmanager
 def watch(words: BannerFacts, *, quiet: bool, as_json: bool = False) -> Iterator[Display]:
     """Provide a display while an instance lives; with JSON it only logs."""
-    console = Console(stderr=True, markup=False, emoji=False, highlight=False)
+    console = _Console(stderr=True, markup=False, emoji=False, highlight=False)
     picture = _Picture(console) if console.is_terminal and not (quiet or as_json) else None
     display = Display(console, picture, words, quiet=quiet, as_json=as_json)
     try:
         yield display
     finally:
         display.close()
+
+
+class _Console(Console):
+    """A console that is silent once nobody reads it any more; rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
 
 
 class Display:

@@ -119,8 +119,13 @@ def up(
         ),
     ] = "",
     log_file: Annotated[Path | None, typer.Option(hidden=True, allow_from_autoenv=False)] = None,
+    parent_pid: Annotated[int, typer.Option(hidden=True, allow_from_autoenv=False)] = 0,
 ) -> None:
     """Serve the models of a file, or models that are named here, until told to stop."""
+    if parent_pid:
+        from servekit.system.parent_death import die_with
+
+        die_with(parent_pid)
     from servekit.system.python.lean_start import import_structlog
 
     import_structlog()

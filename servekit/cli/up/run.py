@@ -2,6 +2,8 @@
 
 # No string annotations: typer evaluates each several times, which slows down --help.
 import os
+import signal
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,6 +23,8 @@ from servekit.cli.up.command import (
 from servekit.errors import ServekitError
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from servekit.cli.up.background import Background
 
 Model = Annotated[
@@ -55,12 +59,25 @@ def run_model(
     options = ModelOptions(None, engine, gpus, memory, max_context)
     path = find_source((model,), None, options, os.environ)
     tell_fit(make_plan(make_source(path)))
+    _end_on_signals()
     with tempfile.TemporaryDirectory(prefix="servekit-run-") as folder:
-        instance = Background.start(path, Path(folder) / "run", ["--port", "0"])
+        flags = ["--port", "0", "--parent-pid", str(os.getpid())]
+        instance = Background.start(path, Path(folder) / "run", flags)
         try:
             _serve(instance, Path(folder) / "run", system)
         finally:
             instance.stop_instance()
+
+
+def _end_on_signals() -> None:
+    """Let a hangup, as when the terminal is closed, and SIGTERM end the instance, too."""
+
+    def end(number: int, frame: "FrameType | None") -> None:
+        sys.exit(128 + number)
+
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, end)
 
 
 def _serve(instance: "Background", run_dir: Path, system: str) -> None:

@@ -36,6 +36,7 @@ _ADVICE = {
 }
 MAX_DEPTH = 32
 MAX_NODES = 50_000  # aliases counted in full
+MAX_INT = 2**63 - 1  # no message carries more; a larger number is not a whole one
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _STR_TAG = "tag:yaml.org,2002:str"
@@ -192,10 +193,10 @@ def _resolve_scalar(text: str) -> Scalar:
         return None
     if lower in _BOOLS:
         return _BOOLS[lower]
-    if _INT.fullmatch(text):
-        return int(text)
-    if _HEX.fullmatch(text):
-        return int(text, 16)
+    base = 10 if _INT.fullmatch(text) else 16 if _HEX.fullmatch(text) else 0
+    if base:
+        number = int(text, base)
+        return number if abs(number) <= MAX_INT else float(number)
     if _FLOAT.fullmatch(text) and not _LEADING_ZERO.fullmatch(text):
         return float(text)
     return float(lower.replace(".", "")) if _NOT_FINITE.fullmatch(text) else text

@@ -138,7 +138,8 @@ class MetricsAggregator:
             who = (model.name,)
             waiting = sum(one.traffic.queued.get(model.name, 0) for one in self._gateways)
             yield Series("servekit_queue_depth", who, [waiting])
-            limit = model.max_queue * sum(one.shares for one in self._gateways)
+            # the sum may be of more than 64 bits, which an integer of a message may not
+            limit = float(model.max_queue) * sum(one.shares for one in self._gateways)
             yield Series("servekit_queue_limit", who, [limit])
             yield Series("servekit_quarantined_requests", who, [held.count(model.name)])
 

@@ -212,6 +212,7 @@ class DeploymentManager:
                 threads = next((p.threads for p in plan.places if p.model == model.name), None)
                 slots = reload.slots(model.name, plan.places) or deployment.planned
                 deployment.roll_out(model, slots, threads, claimed)
+        self._forget_ended()
         self.host.publish_change()
         return reload.describe_changes(changes, lacking, access=new_access)
 
@@ -225,6 +226,10 @@ class DeploymentManager:
             for deployment in self.all_deployments():
                 if life in deployment.replicas:
                     deployment.remove_replica(life)
+        self._forget_ended()
+
+    def _forget_ended(self) -> None:
+        """Forget removed models without a process; one that was not loaded has none."""
         self._leaving = [f for f in self._leaving if f.replicas or f.fork_servers.standbys]
 
     def reset_breaker(self, model: str) -> None:

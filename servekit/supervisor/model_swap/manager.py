@@ -148,11 +148,13 @@ class SwapManager:
             or not row.deployment.wanted
         ):
             return
-        sleepers, row.sleepers = row.sleepers, ()
-        living, changing = row.deployment.living, row.deployment.changing
+        living, sleepers = row.deployment.living, row.sleepers
         # by a reload or a restart, which begin with a worker that is awake
         replaced = any(one not in sleepers for one in living)
-        if replaced and (changing or all(one.state != "asleep" for one in living)):
+        if replaced and row.deployment.changing:
+            return  # look again when it is done: it may leave some of them asleep
+        row.sleepers = ()
+        if replaced and all(one.state != "asleep" for one in living):
             return
         if row.waiting_since is not None:
             row.apply_action("wake", self._wake(row))

@@ -54,6 +54,8 @@ _DUMP_S = 0.5
 _ESCAPED_LOOKS = 100
 #: Appended to a kill's reason if the kernel's out-of-memory counter has risen.
 _BY_KERNEL = ", probably by the kernel: out of memory"
+#: The errors where no file is left to read /proc with, and no thread to read it in.
+_SHORTAGES = (OSError, RuntimeError)
 #: The poll interval where there are no pidfds.
 _LOOK_EVERY_S = 0.05
 
@@ -271,7 +273,7 @@ class ChildProcess(Generic[Incoming]):
     async def _end_escaped(self) -> None:
         """Kill the processes it started in other groups: they must not keep a GPU's memory."""
         for _ in range(_ESCAPED_LOOKS):
-            with contextlib.suppress(OSError):  # no files left to read /proc with: look again
+            with contextlib.suppress(*_SHORTAGES):  # look again
                 killed = await asyncio.to_thread(kill_marked, CHILD_MARK, self._mark)
                 if not killed + subreaper.kill_strays(CHILD_MARK):
                     return
@@ -286,7 +288,7 @@ class ChildProcess(Generic[Incoming]):
 
     async def _conclude(self, code: int) -> None:
         await self._end_escaped()
-        with contextlib.suppress(OSError):  # the guard clears it at the end
+        with contextlib.suppress(*_SHORTAGES):  # the guard clears it at the end
             await self._clear_shared_memory()
         # Another process may hold the pipe open, so the wait for its end is bounded.
         await asyncio.wait((self._output.ended,), timeout=_LAST_LINES_S)

@@ -17,6 +17,7 @@ from servekit.system.python import worker_code
 _ALWAYS = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # NVML's order, so that indexes in messages agree
     "TOKENIZERS_PARALLELISM": "false",  # a worker may fork helpers after tokenizing
+    "PYTHONUTF8": "1",  # libraries and our pages read files as text, whatever the locale is
     "PYTHONUNBUFFERED": "1",  # so that the last line before a crash is not lost
     "GRADIO_ANALYTICS_ENABLED": "False",
 }

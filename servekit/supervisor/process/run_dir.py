@@ -165,7 +165,7 @@ class RunDir:
         Without `sweep`, the processes of the dead instance run on.
         """
         path = Path(os.path.abspath(path))  # noqa: PTH100  (resolve() would follow a symlink)
-        _check_length(path)
+        _check_path(path)
         with contextlib.ExitStack() as undo, _explain_disk_errors(path):
             made = [folder for folder in (path, *path.parents) if not folder.exists()]
             undo.callback(_remove_empty, made)
@@ -279,7 +279,11 @@ class RunDir:
                 path.unlink(missing_ok=True)
 
 
-def _check_length(path: Path) -> None:
+def _check_path(path: Path) -> None:
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:  # no message could carry the paths of its sockets
+        raise StartError(f"the run directory {str(path)!a} is not UTF-8; choose another") from None
     longest = len(os.fsencode(path / _LONGEST_NAME))
     if longest > _MAX_SOCKET_PATH_BYTES:
         raise StartError(

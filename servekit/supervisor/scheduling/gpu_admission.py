@@ -12,6 +12,7 @@ A claim stands until the dead worker's memory is really free: a driver takes sec
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -372,13 +373,19 @@ class GpuAdmission:
 
     async def _await_memory_release(self, name: str) -> None:
         deadline = time.monotonic() + self._patience_s
-        while await asyncio.to_thread(self._holds_memory, tuple(self._dead.get(name, ()))):
+        while await self._may_hold_memory(name):
             if time.monotonic() > deadline:
                 log.warning("gpu_memory_not_released", child=name)
                 break
             await asyncio.sleep(_LOOK_EVERY_S)
         self._leaving.pop(name, None)
         self._forget(name)
+
+    async def _may_hold_memory(self, name: str) -> bool:
+        pids = tuple(self._dead.get(name, ()))
+        with contextlib.suppress(RuntimeError):  # no thread can be started: look again
+            return await asyncio.to_thread(self._holds_memory, pids)
+        return True
 
     def _holds_memory(self, pids: Collection[int]) -> bool:
         holdings = self._read().holdings

@@ -14,6 +14,7 @@ room for another model.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -36,12 +37,14 @@ from servekit.supervisor.workers.worker_process import WorkerProcess
 from servekit.supervisor.workers.worker_spec import make_worker_spec
 from servekit.system import cgroup, subreaper
 from servekit.system.gpu.gpus import Slot
+from servekit.system.orphan_cleanup import kill_marked
+from servekit.system.parent_death import CHILD_MARK
 from servekit.system.subreaper import Forked
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
 #: A fork takes tens of milliseconds; the wait for it ends after this time.
-_FORK_S = 5.0
+FORK_S = 5.0
 _STOP_GRACE_S = 1.0
 #: With `standby: auto`, the available memory below which none is started.
 ROOM_BYTES = 4 * 2**30
@@ -122,14 +125,23 @@ class ForkServer(ManagedProcess[FromStandby]):
             return None
         order = fork_server.encode(Fork(name, mark))
         try:
-            async with self._turn, asyncio.timeout(_FORK_S):
+            async with self._turn, asyncio.timeout(FORK_S):
                 return self._on_answer(await self._send_order(order, [control_fd, output_fd]))
         except (OSError, TimeoutError, msgspec.MsgspecError) as error:
-            # A worker that is forked too late has no connection, and ends by itself.
             log.warning("fork_failed", child=name, reason=f"{type(error).__name__}: {error}")
             if self.child is not None:
                 self.child.kill("did not fork when it was asked to")
+            await self._end_late_fork(mark)
             return None
+
+    async def _end_late_fork(self, mark: str) -> None:
+        """End a worker whose answer came too late: another is to have its control channel.
+
+        One that cannot answer any more ends by itself.
+        """
+        self._close()
+        with contextlib.suppress(OSError):  # no files left to read /proc with
+            await asyncio.to_thread(kill_marked, CHILD_MARK, mark)
 
     async def _send_order(self, order: bytes, fds: list[int]) -> bytes:
         if self._orders is None:

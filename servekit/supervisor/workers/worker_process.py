@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import structlog
 from msgspec.structs import replace
 
 from servekit.config.schema import ModelConfig
+from servekit.errors import describe_error
 from servekit.protocol.adapters import (
     AdapterInfo,
     AdapterLoaded,
@@ -59,6 +60,7 @@ from servekit.supervisor.workers.gpu_memory import Entry, GpuMemory, RemoteGpus
 from servekit.supervisor.workers.pending_requests import Answer, PendingRequests
 from servekit.supervisor.workers.worker_spec import digest_settings, make_worker_spec
 from servekit.system.gpu.gpus import Gpu, Holdings
+from servekit.system.rlimits import is_shortage
 from servekit.system.subreaper import Fork
 
 log: Any = structlog.get_logger("servekit.supervisor")
@@ -174,7 +176,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         spec = make_worker_spec(self.model, self.place, str(self._socket), adapters)
         self.child.send(Load(spec, waits=bool(self.place.gpus)))
         if self.place.gpus:
-            self._admission = self._loop.create_task(self._admit(self.child))
+            self._admission = self._start_step(self.child, self._admit(self.child))
         else:
             self.gpu.set_pid(self.child.pid)
 
@@ -184,8 +186,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         if refusal is None or self.ending:
             return
         if refusal:
-            self.fail_boot(refusal, permanent=False)
-            child.kill(refusal)
+            self._refuse_start(child, refusal)
             return
         self.gpu.set_pid(child.pid)
         if self._loads is not None:
@@ -244,7 +245,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
 
     def _on_ready(self, info: ModelInfo, timings_s: dict[str, float]) -> None:
         self._held = {adapter.name: adapter for adapter in info.adapters}
-        self._coming_up = self._loop.create_task(self._come_up(info, timings_s))
+        self._coming_up = self._start_step(self.child, self._come_up(info, timings_s))
 
     async def _come_up(self, info: ModelInfo, timings_s: dict[str, float]) -> None:
         """Let it serve only with GPU memory where it is allowed, and with all its adapters."""
@@ -257,7 +258,29 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         if not reason:
             admit = functools.partial(self._is_ready, child, info, timings_s)
             reason = await self.adapters.join(self, info.refused_adapters, admit)
-        if reason and child is not None and child is self.child and not self.ending:
+        if reason:
+            self._refuse_start(child, reason, permanent=permanent)
+
+    def _start_step(
+        self, child: AnyChild[FromWorker] | None, step: Coroutine[Any, Any, None]
+    ) -> asyncio.Task[None]:
+        """Run a step of the child's start, which ends the child if it raises."""
+        task = self._loop.create_task(step)
+        task.add_done_callback(functools.partial(self._check_step, child))
+        return task
+
+    def _check_step(self, child: AnyChild[FromWorker] | None, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if not is_shortage(error):
+            log.error("worker_start_failed", child=self.name, exc_info=error)
+        self._refuse_start(child, describe_error(error))
+
+    def _refuse_start(
+        self, child: AnyChild[FromWorker] | None, reason: str, *, permanent: bool = False
+    ) -> None:
+        """End the child, which cannot start, unless it has ended or is ending."""
+        if child is not None and child is self.child and not self.ending:
             self.fail_boot(reason, permanent=permanent)
             child.kill(reason)
 

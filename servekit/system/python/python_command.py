@@ -18,7 +18,13 @@ def module_command(name: str, python: str = "") -> tuple[str, ...]:
     """
     if python:
         return python, "-P", "-m", name
-    package_parent = Path(servekit.__file__).resolve().parents[1]
-    if package_parent == Path.cwd() and not sys.flags.safe_path:
+    if not sys.flags.safe_path and _is_in_source_folder():
         return sys.executable, "-m", name
     return sys.executable, "-P", "-m", name
+
+
+def _is_in_source_folder() -> bool:
+    try:
+        return Path.cwd() == Path(servekit.__file__).resolve().parents[1]
+    except FileNotFoundError:  # somebody has removed the working directory
+        return False

@@ -58,6 +58,21 @@ def test_rm_cuts_one_key_and_nothing_else(file: Path, gone: str, stays: str) -> 
     assert [path.name for path in file.parent.iterdir()] == ["servekit.yaml"]
 
 
+def test_a_link_and_the_ends_of_lines_stay(file: Path) -> None:
+    kept = file.parent / "kept" / "of the team.yaml"
+    kept.parent.mkdir()
+    file.unlink()
+    file.symlink_to(kept)
+    kept.write_bytes(f"\ufeff# Schlüssel\n{TEXT}".replace("\n", "\r\n").encode())
+    assert run("rm", "alice", "-c", file)[0] == 0
+    assert file.is_symlink()
+    left = kept.read_bytes().decode()
+    assert left.startswith("\ufeff# Schlüssel\r\n") and "alice" not in left
+    assert left.count("\n") == left.count("\r\n")
+    assert [path.name for path in kept.parent.iterdir()] == [kept.name]
+    assert sorted(path.name for path in file.parent.iterdir()) == ["kept", file.name]
+
+
 def test_the_last_key_stays(file: Path) -> None:
     run("rm", "alice", "-c", file)
     before = file.read_text()

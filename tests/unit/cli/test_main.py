@@ -34,6 +34,9 @@ def raising(error: BaseException) -> Callable[[], None]:
         (StartError("busy"), 1, "busy\n"),
         (ServekitError("odd"), 1, "odd\n"),
         (PermissionError(13, "Permission denied", "/x"), 1, "/x: Permission denied\n"),
+        (OSError(36, "File name too long", "/x"), 1, "/x: File name too long\n"),
+        (OSError(28, "No space left"), 1, "the output cannot be written: No space left\n"),
+        (UnicodeEncodeError("utf-8", "\udcff", 0, 1, "no"), 2, "'\\udcff' is not UTF-8\n"),
         (KeyboardInterrupt(), 130, ""),
     ],
 )
@@ -45,7 +48,22 @@ def test_an_error_is_a_sentence_and_a_code(
     assert (exit_.value.exit_code, capsys.readouterr().err) == (code, said)
 
 
-@pytest.mark.parametrize("error", [PermissionError(1, "not permitted"), ValueError("a fault")])
+def test_a_working_directory_that_is_gone_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for words in (["check", "servekit.yaml"], ["up", "./model"]):
+        done = invoke(*words)
+        said = "the working directory does not exist any more; change to another one\n"
+        assert (done.exit_code, done.stderr) == (1, said), words
+
+
+@pytest.mark.parametrize(
+    "error",
+    [PermissionError(1, "not permitted"), FileNotFoundError(2, "no", "/x"), ValueError("a fault")],
+)
 def test_a_fault_of_ours_keeps_its_traceback(error: Exception) -> None:
     with pytest.raises(type(error)):
         raising(error)()

@@ -132,6 +132,10 @@ FILES = [
     ),
     ('"models\\e[2J": 1', ":1:1: this text holds an unprintable U+001B."),
     ("models: \x07", ":1:9: unprintable character (U+0007)."),
+    (
+        f"models: [{{name: a, path: b/c, max_queue: {2**64}}}]",
+        "max_queue: must be a whole number, but is the number 18446744073709551616",
+    ),
 ]
 
 
@@ -212,6 +216,13 @@ def test_what_is_no_file(tmp_path: Path) -> None:
     assert complaints(tmp_path / "servekit.yaml" / "x")[0].startswith(": cannot be read: Not a dir")
     assert complaints(tmp_path / ("x" * 300))[0].startswith(": cannot be read: File name too long")
     assert complaints(Path("a\0b"))[0].startswith(": is not a file name")
+
+
+def test_a_file_in_a_folder_whose_name_is_not_utf_8(tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path / "a") + b"\xff"))
+    folder.mkdir()
+    with pytest.raises(ConfigError, match=r"a\\udcff/servekit.yaml' is not UTF-8; rename"):
+        load_config(write(folder, "models: [{name: a, engine: echo}]"))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,15 @@ def test_what_is_refused(tmp_path: Path, text: str, expected: str) -> None:
     with pytest.raises(ValueError) as caught:
         check_model_path(text, tmp_path)
     assert expected in str(caught.value)
+
+
+def test_a_path_that_no_message_can_carry_is_refused(tmp_path: Path) -> None:
+    """Also behind a link: the worker could not be told of it."""
+    folder = Path(os.fsdecode(os.fsencode(tmp_path / "models-") + b"\xff"))
+    (folder / "qwen3").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(folder)
+    with pytest.raises(ValueError, match=r"models-\\udcff/qwen3' is not UTF-8; rename"):
+        check_model_path("./link/qwen3", tmp_path)
 
 
 def test_a_link_keeps_its_name(tmp_path: Path) -> None:

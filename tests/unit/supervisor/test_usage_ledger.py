@@ -98,6 +98,45 @@ def test_a_restart_reads_what_is_used(tmp_path: Path, clock: Clock) -> None:
     again.close()
 
 
+def test_a_clock_that_is_set_gives_no_budget_back(tmp_path: Path, clock: Clock) -> None:
+    """As where the time comes from the network, after the start."""
+    keys = [key("d", daily_tokens=10), key("m", monthly_tokens=10)]
+    ledger = UsageLedger(clock)
+    ledger.open_store(tmp_path)
+    for one in keys:
+        count(ledger, one.name, 5, 5)
+    ledger.close()
+    right, clock.at = clock.at, datetime(1970, 1, 1)
+    ledger = UsageLedger(clock)
+    ledger.open_store(tmp_path)
+    assert ledger.find_spent(keys).spent == (), "of this month nothing is known"
+    for at in (right, datetime(2030, 1, 1), right):
+        clock.at = at
+        spent = [one.name for one in ledger.find_spent(keys).spent]
+        assert spent == (["d", "m"] if at == right else [])
+    clock.at = datetime(2026, 11, 30)
+    count(ledger, "d", 10)
+    clock.at = datetime(2026, 11, 29)
+    assert len(ledger.find_spent(keys).spent) == 2
+    clock.at = datetime(2026, 11, 30)
+    assert len(ledger.find_spent(keys).spent) == 2, "also what is not written yet counts"
+    ledger.close()
+
+
+def test_the_last_days_with_requests_are_kept_whatever_the_clock_says(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(usage_ledger, "MOST_DAYS", 3)
+    for year, month, day in ((2001, 1, 1), (2001, 1, 2), (2001, 1, 3), (2030, 1, 1)):
+        clock.at = datetime(year, month, day)
+        ledger = UsageLedger(clock)
+        ledger.open_store(tmp_path)
+        count(ledger, "k", 1)
+        ledger.close()
+    kept = [row.period for row in read_usage(tmp_path)]
+    assert kept == ["2001-01-02", "2001-01-03", "2030-01-01"]
+
+
 def test_the_writer_sleeps_until_there_is_something_to_write(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,9 +17,11 @@ from servekit.protocol.messages import (
     ModelStatus,
     ReplicaStatus,
     Status,
+    Traffic,
 )
 from servekit.supervisor.admin.metrics import (
     CounterTable,
+    MetricsAggregator,
     ProcessCounters,
     of_gpus,
     of_model,
@@ -181,6 +184,16 @@ def test_the_service_itself() -> None:
     assert found["servekit_process_resident_memory_bytes", "supervisor"] == 77
     assert found["servekit_start_time_seconds",] == 1e9
     assert [key[1] for key in found if key[0] == "servekit_build_info"] == ["1.2.3"]
+
+
+def test_queues_without_a_limit_on_several_gateways_fit_a_message() -> None:
+    model = ModelStatus("m", "echo", "p", 0, (), max_queue=2**63 - 1)
+    gateway = SimpleNamespace(shares=True, traffic=Traffic(0, 0, {"m": 2}), on_counted=None)
+    quarantine = SimpleNamespace(holding=lambda: ())
+    parts: Any = [gateway] * 4, None, quarantine, None, None
+    series = list(MetricsAggregator(*parts)._of_queues([model]))
+    assert flat(series)["servekit_queue_limit", "m"] == 4.0 * (2**63 - 1)
+    msgspec.msgpack.encode(series)
 
 
 def test_memory_of_a_worker_by_device_its_own_and_others() -> None:

@@ -112,6 +112,13 @@ async def test_a_removed_model_is_known_until_its_last_worker_ended(scene: Scene
     assert names(manager) == ["a/0"]
 
 
+async def test_a_removed_model_that_is_not_loaded_is_forgotten_at_once(scene: Scene) -> None:
+    manager = await scene.begin(echo("a"), echo("b", load="on_demand"))
+    scene.write([echo("a")])
+    await manager.reload_config()
+    assert [one.model.name for one in manager.all_deployments()] == ["a"]
+
+
 @pytest.mark.parametrize(
     ("write", "said", "invalid"),
     [

@@ -181,6 +181,20 @@ async def test_workers_that_a_restart_replaces_leave_their_model_loaded() -> Non
     assert a.told == []
 
 
+async def test_one_that_a_change_leaves_asleep_beside_others_does_not_sleep_on() -> None:
+    a = deployment("a", "ready", idle_sleep_s=600.0, memory="10GiB")
+    stage = Stage(a)
+    assert await stage.reside("a", "sleep") == Accepted("a is asleep")
+    a.replicas.append(Replica("a/1", "starting"))  # and a third waits for memory
+    a.changing = True
+    await stage.until(a, "coming")
+    a.replicas[1].state = "ready"
+    await stage.until(a, "resident")
+    a.changing = False
+    told = await stage.until(a, "stopped")
+    assert told.reason.endswith("a worker has come up beside those that sleep")
+
+
 async def test_for_who_waits_the_others_are_woken_instead() -> None:
     a = deployment("a", "ready", "ready", idle_sleep_s=600.0, memory="10GiB")
     stage = Stage(a)

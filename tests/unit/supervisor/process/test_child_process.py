@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -145,6 +146,22 @@ async def test_its_end_is_noticed_without_pidfds_too(
     await nursery.until_it_speaks()
     os.kill(child.pid, signal.SIGKILL)
     assert str(await ended(child)) == "killed by SIGKILL"
+
+
+async def test_its_end_is_noticed_where_no_thread_can_be_started(
+    nursery: Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit of processes counts threads, too, and other programs may have used it up."""
+    child = await nursery.spawn("serve")
+    await nursery.until_it_speaks()
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        os.kill(child.pid, signal.SIGKILL)
+        assert str(await ended(child)) == "killed by SIGKILL"
 
 
 async def test_what_it_started_goes_with_it(nursery: Nursery) -> None:

@@ -74,6 +74,13 @@ def test_a_worker_on_another_node_has_our_threads_and_nothing_else_of_ours(
     assert env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
 
+def test_children_read_files_as_utf_8_in_any_locale() -> None:
+    base = {**BASE, "LC_ALL": "zh_CN.GB18030", "PYTHONUTF8": "0"}
+    for env in (for_gateway(base, "x"), for_worker(base, ON_CPU, {}, "x", KIND)):
+        assert env["PYTHONUTF8"] == "1"
+    assert for_worker(base, ON_CPU, {"PYTHONUTF8": "0"}, "x", KIND)["PYTHONUTF8"] == "0"
+
+
 def test_a_gateway_sees_no_gpu() -> None:
     env = for_gateway(BASE, "x")
     assert env["CUDA_VISIBLE_DEVICES"] == ""

@@ -105,6 +105,13 @@ def test_a_directory_with_other_files_is_refused_and_untouched(tmp_path: Path) -
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.txt"]
 
 
+def test_a_path_that_no_message_can_carry_is_refused_before_it_is_made(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"a\xff")
+    with pytest.raises(StartError, match=r"a\\udcff' is not UTF-8; choose another"):
+        RunDir.claim(path)
+    assert not path.exists()
+
+
 def test_a_path_too_long_for_a_socket_is_refused_before_it_is_made(tmp_path: Path) -> None:
     path = tmp_path / ("x" * 100)
     with pytest.raises(StartError, match="choose a shorter one"):

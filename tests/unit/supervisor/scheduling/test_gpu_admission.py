@@ -175,6 +175,25 @@ async def test_a_claim_stands_until_the_memory_is_gone(gate: GpuAdmission, nvml:
     assert gate.ledger.holders("GPU-0") == {"b/0": 60 * GIB}
 
 
+async def test_a_claim_is_given_back_also_where_no_thread_could_be_started_for_a_while(
+    gate: GpuAdmission, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = worker("a", GPUS[:1], 60)
+    assert await gate.await_admission(first) == ""
+    tries: list[None] = []
+
+    async def to_thread(*work: object) -> bool:
+        tries.append(None)
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio, "to_thread", to_thread)
+        gate.left("a/0", {7})
+        await poll_async("it has looked", lambda: len(tries) > 1)
+    assert gate.ledger.claim_of("a/0") == {"GPU-0": 60 * GIB}
+    await poll_async("it is given back", lambda: not gate.ledger.claim_of("a/0"))
+
+
 async def test_its_next_life_waits_for_the_memory_of_its_last(
     gate: GpuAdmission, nvml: Nvml
 ) -> None:

@@ -6,6 +6,7 @@ Real processes are in `test_sleep.py`, and in `test_managed_process.py` of `life
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -49,6 +50,7 @@ from servekit.supervisor.scheduling.memory_requests import Assignment
 from servekit.supervisor.workers import worker_process as module
 from servekit.supervisor.workers.gpu_memory import Entry
 from servekit.supervisor.workers.worker_process import WorkerProcess
+from servekit.system import procfs
 from servekit.system.gpu.gpus import Gpu, Slot
 from tests.polling import poll_async
 from tests.unit.supervisor.lifecycle.test_managed_process import Host
@@ -214,6 +216,30 @@ async def test_a_worker_that_is_not_admitted_ends_with_the_reason(make: Make) ->
     assert child.of(Proceed) == [] and stage.worker.gpu.pid == 0
     said = stage.worker._boot_failed
     assert said is not None and (said.message, said.permanent) == (reason, False)
+
+
+@pytest.mark.parametrize("comes_up", [False, True])
+async def test_where_its_start_cannot_be_checked_it_is_started_again(
+    make: Make, monkeypatch: pytest.MonkeyPatch, *, comes_up: bool
+) -> None:
+    """It is not left to wait for ever, as where no file was left to read /proc with."""
+    stage = make(GPUS[0])
+    child = stage.start()
+    if comes_up:
+        await poll_async("it may go on", lambda: child.of(Proceed))
+
+    def all_pids() -> list[int]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch, capture_logs() as logs:
+        patch.setattr(procfs, "all_pids", all_pids)
+        if comes_up:
+            stage.worker.receive(Ready(INFO, {}))
+        await poll_async("it is ended", lambda: child.killed)
+    assert child.killed == ["OSError: [Errno 24] Too many open files"]
+    said = stage.worker._boot_failed
+    assert said is not None and not said.permanent
+    assert logs == []
 
 
 async def test_what_it_waits_for_is_shown_until_it_loads(

@@ -35,6 +35,17 @@ def test_a_users_file_with_the_name_of_a_module_breaks_no_child(
     assert "a file of the user" in _run_help([part for part in command if part != "-P"])
 
 
+def test_children_start_where_the_working_directory_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    command = module_command("json.tool")
+    assert command == (sys.executable, "-P", "-m", "json.tool")
+    assert "usage" in _run_help(command)
+
+
 def _run_help(command: Sequence[str]) -> str:
     done = subprocess.run([*command, "--help"], capture_output=True, text=True, check=False)
     return done.stdout + done.stderr
