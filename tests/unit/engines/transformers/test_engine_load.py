@@ -270,6 +270,15 @@ def test_a_truncated_weights_file(copy: Path) -> None:
     assert "damaged" in str(refused(copy))
 
 
+def test_weights_that_the_library_would_draw(copy: Path) -> None:
+    change_config(copy, num_hidden_layers=3)  # as after a copy without the last shard's index
+    error = refused(copy)
+    assert "have no model.layers.2.input_layernorm.weight, and lack 9 tensors" in str(error)
+    assert error.permanent
+    change_config(copy, quantization_config={"quant_method": "of another library"})
+    weights.load_model(copy, make_spec(copy), None, lambda progress: None)
+
+
 def test_code_of_the_model_runs_only_if_trusted(copy: Path, tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     (copy / "modeling_own.py").write_text(f"open({str(marker)!r}, 'w')\nclass Own: pass\n")
