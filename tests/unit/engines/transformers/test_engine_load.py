@@ -207,6 +207,15 @@ def test_sampling_defaults_of_the_file_apply(harness: Make, tiny: Harness) -> No
     assert one.generate(PROMPTS[0], temperature=None, max_tokens=8) == greedy
 
 
+def test_top_k_of_the_files_is_off_below_zero(harness: Make, tiny: Harness, copy: Path) -> None:
+    path = copy / "generation_config.json"
+    own = {"do_sample": True, "temperature": 0.9, "top_k": -1, "top_p": 0.9}
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    asked: dict[str, Any] = {"max_tokens": 16, "seed": 7, "ignore_eos": True}
+    drawn = tiny.generate(PROMPTS[0], temperature=0.9, top_p=0.9, **asked)
+    assert harness(copy).generate(PROMPTS[0], temperature=None, **asked) == drawn
+
+
 def test_chat_is_rendered_and_answered(tiny: Harness) -> None:
     ids = tiny.engine.codec.render_chat([ChatMessage("user", "hi")])
     assert len(tiny.generate(ids, max_tokens=4, ignore_eos=True)) == 4
