@@ -75,7 +75,8 @@ class Sampler:
                 [rows[index].sampling for index in drawn],
                 [rows[index].position for index in drawn],
             )
-            logits[where, tokens] = torch.inf
+            best = logits[where, tokens]  # NaN if any is, which is not to be hidden
+            logits[where, tokens] = best.masked_fill(~best.isnan(), torch.inf)
 
 
 def _within_head(tokens: Iterable[int], logits: Tensor) -> list[int]:

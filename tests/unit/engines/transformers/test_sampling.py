@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from servekit.engines.api.base import Job
+from servekit.engines.api.job_state import NOT_A_NUMBER
 from servekit.engines.text.sampling_params import CANDIDATES, Sampling, resolve_sampling
 from servekit.engines.transformers.request_row import Row
-from servekit.engines.transformers.sampling import Sampler, _gumbel_noise, draw_tokens
+from servekit.engines.transformers.sampling import (
+    Sampler,
+    _gumbel_noise,
+    best_tokens,
+    draw_tokens,
+)
 from servekit.protocol.messages import SamplingParams
 
 
@@ -159,6 +167,18 @@ def test_extreme_temperatures_draw_a_token(temperature: float) -> None:
         token = draw_tokens(logits.clone(), [sampling], [0]).item()
         assert 0 <= token < 4
         assert temperature > 1 or token == 0
+
+
+@pytest.mark.parametrize("how", [{}, {"min_p": 0.5}, {"top_k": 3}, {"top_p": 0.9, "min_p": 0.1}])
+def test_a_draw_hides_no_nan(how: dict[str, Any]) -> None:
+    """A single logit is, if the head's weights of one token are."""
+    logits = torch.randn(2, 50)
+    logits[1, 7] = torch.nan
+    rows = [row(Sampling(seed=5, **how), [1], [], frozenset()) for _ in range(2)]
+    Sampler().apply(rows, logits)
+    tokens = best_tokens(logits).tolist()
+    assert tokens[0] != NOT_A_NUMBER
+    assert tokens[1] == NOT_A_NUMBER
 
 
 def test_greedy_rows_are_not_touched() -> None:
