@@ -74,6 +74,8 @@ NO_ENDS: tuple[tuple[str, frozenset[str]], ...] = (
 )
 _KNOWN_ENDS = END_TOKENS.union(*END_KEYS.values())
 _TOKENS = "tokenizer.ggml.tokens"
+#: llama.cpp takes 512.
+_MOST_LAYERS = 4096
 #: general.file_type (llama.cpp's llama_ftype) to the usual name of the quantisation.
 _FILE_TYPES: dict[int, str] = {
     int(number): name
@@ -254,6 +256,14 @@ def _check_content(path: Path, content: _Content, part: bool) -> Header:
     )
 
 
+def _check_layers(metadata: Mapping[str, Any]) -> None:
+    """Raise ValueError for a number of layers that nothing has, and that lists are made of."""
+    for name, value in metadata.items():
+        number = name.endswith(".block_count") and isinstance(value, int | float)
+        if number and not 0 <= value <= _MOST_LAYERS:
+            raise ValueError(f"its {name} is {value}")
+
+
 def _size_bytes(tensor: _Tensor) -> int:
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -280,6 +290,7 @@ class _Reader:
                 f"its version is {version:#x}; versions 2 and 3, little endian, are known"
             )
         metadata = dict(self._read_field() for _ in range(fields))
+        _check_layers(metadata)
         table = [self._read_tensor() for _ in range(tensors)]
         alignment = int(metadata.get("general.alignment") or 32)
         start = -(-self._at // alignment) * alignment
