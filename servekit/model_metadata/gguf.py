@@ -12,6 +12,7 @@ import mmap
 import re
 import struct
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -143,12 +144,13 @@ def _explain(error: Exception) -> str:
 def read_sampling_defaults(read: Callable[[str], Any]) -> dict[str, float]:
     """Return how a file is sampled by default: as it says, else as llama.cpp does.
 
-    `read` returns the value of a metadata key; None or "" where there is none.
+    `read` returns the value of a metadata key, perhaps as text; what is no number is as none.
     """
     found: dict[str, float] = dict(SAMPLING)
     for name, key in SAMPLING_KEYS.items():
-        if (value := read(f"general.sampling.{key}")) not in (None, ""):
-            found[name] = int(value) if name == "top_k" else float(value)
+        with suppress(ValueError, TypeError, OverflowError):
+            value = float(read(f"general.sampling.{key}"))
+            found[name] = int(value) if name == "top_k" else value
     return found
 
 

@@ -98,3 +98,6 @@ def test_a_file_is_sampled_as_it_says_and_else_as_by_llama_cpp() -> None:
     stated = {"general.sampling.temp": "0", "general.sampling.penalty_repeat": 1.1}
     found = gguf.read_sampling_defaults(lambda key: stated.get(key))
     assert found == default | {"temperature": 0.0, "repetition_penalty": 1.1}
+    odd = {"top_k": "7.000000", "temp": "hot", "top_p": [0.5], "min_p": None}
+    found = gguf.read_sampling_defaults(lambda key: odd.get(key.rpartition(".")[2]))
+    assert found == default | {"top_k": 7}, "llama.cpp tells a float32 so"
