@@ -202,6 +202,14 @@ def test_penalties_count_the_completion_and_repetition_counts_all() -> None:
     assert logits.tolist() == [[1.0, 1.0 - 0.5 - 0.5, 1.0 - 0.5 - 0.25, -4.0, 2.0]]
 
 
+def test_a_repeated_token_is_penalised_with_its_bias() -> None:
+    """As in transformers' generate, vLLM and llama.cpp."""
+    logits = torch.tensor([[1.0, 3.0]])
+    sampling = Sampling(temperature=0.0, repetition_penalty=2.0, logit_bias=((0, 3.0),))
+    Sampler().apply([row(sampling, [0], [], frozenset())], logits)
+    assert logits.tolist() == [[2.0, 3.0]]
+
+
 def test_penalties_follow_new_tokens() -> None:
     one = row(Sampling(temperature=0.0, frequency_penalty=1.0), [0], [], frozenset())
     for expected in ([3.0, 1.0], [2.0, 1.0], [1.0, 1.0]):
