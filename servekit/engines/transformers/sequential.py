@@ -114,7 +114,7 @@ class StaticRunner(CausalRunner):
         )
         hidden = None if wanted is None else prompt_scores.Hidden(model)
         with contextlib.nullcontext() if hidden is None else hidden.kept():
-            outputs = model(**inputs, return_dict=True, **self._last_logits(model))
+            outputs = model(**(inputs | self._last_logits(model)), return_dict=True)
         if hidden is not None and wanted is not None:
             prompt_scores.score_spans(hidden, [wanted], outputs.logits.shape[-1])
         self._cache = model._update_model_kwargs_for_generation(outputs, self._cache)

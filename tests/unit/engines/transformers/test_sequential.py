@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from servekit.engines.api.base import Job
@@ -64,6 +65,21 @@ def test_a_recurrent_model_reads_its_prompt_whole(runner: StaticRunner) -> None:
 def test_pieces_and_the_whole_have_the_librarys_tokens(runner: StaticRunner) -> None:
     ids = torch.tensor([PROMPT])
     told = runner._model.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=-1)
+    runner.add(make_row())
+    assert list(chain(*steps(runner))) == told[0, len(PROMPT) :].tolist()
+
+
+def test_a_model_may_say_itself_how_many_logits_it_keeps() -> None:
+    """Phi-3 and others name the argument when they prepare a step."""
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
+    library: Any = transformers  # untyped in part
+    model = library.Phi3ForCausalLM(library.Phi3Config(vocab_size=32, **sizes, **heads))
+    told = model.eval().generate(
+        torch.tensor([PROMPT]), max_new_tokens=3, do_sample=False, eos_token_id=-1
+    )
+    runner = StaticRunner(model, capacity=40, chunk=4)
     runner.add(make_row())
     assert list(chain(*steps(runner))) == told[0, len(PROMPT) :].tolist()
 
