@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -68,12 +69,23 @@ BASE: dict[str, Any] = {
     "pad_token_id": 0,
 }
 HYBRID = ["sliding_attention", "full_attention"]
+LIBRARY: Any = transformers  # untyped in part
 FAMILIES: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "by_request": (Qwen3Config, BASE | {"head_dim": 16}),
     "by_request moe": (MixtralConfig, BASE | {"num_local_experts": 4, "sliding_window": None}),
     "sdpa": (
         Gemma3TextConfig,
         BASE | {"head_dim": 16, "sliding_window": 16, "layer_types": HYBRID},
+    ),
+    "the heads of its layers differ": (
+        LIBRARY.Gemma4TextConfig,
+        {
+            **(BASE | {"head_dim": 16, "global_head_dim": 32, "layer_types": HYBRID}),
+            "sliding_window": 16,
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 400,
+        },
     ),
     "one request at a time": (
         BloomConfig,
@@ -85,7 +97,7 @@ FAMILIES: dict[str, tuple[type[Any], dict[str, Any]]] = {
 @pytest.mark.parametrize(
     "family",
     [
-        *("by_request", "sdpa"),
+        *("by_request", "sdpa", "the heads of its layers differ"),
         *(
             pytest.param(family, marks=pytest.mark.lane("long"))
             for family in ("by_request moe", "one request at a time")
