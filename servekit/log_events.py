@@ -186,6 +186,8 @@ EVENTS = {
     "images_prepared": "{model} reads {detail}",
     "images_unavailable": "{model} takes no images, as they cannot be read: {reason}",
     "recordings_unavailable": "{model} takes no recordings, as they cannot be read: {reason}",
+    "sampling_default_ignored": "{name}: {value} of the model's files is ignored, as it is not a"
+    " number from {least} to {most}",
     "model_files_unidentified": "The files of {path} cannot be identified: {reason}",
     "model_files_awaited": "Another worker prepares the same model, {entry}, and is awaited",
     "cache_entry_damaged": "The cache entry {path} is damaged, and is made again",

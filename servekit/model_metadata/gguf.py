@@ -12,6 +12,7 @@ import mmap
 import re
 import struct
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,6 +75,8 @@ NO_ENDS: tuple[tuple[str, frozenset[str]], ...] = (
 )
 _KNOWN_ENDS = END_TOKENS.union(*END_KEYS.values())
 _TOKENS = "tokenizer.ggml.tokens"
+#: llama.cpp takes 512.
+_MOST_LAYERS = 4096
 #: general.file_type (llama.cpp's llama_ftype) to the usual name of the quantisation.
 _FILE_TYPES: dict[int, str] = {
     int(number): name
@@ -141,12 +144,13 @@ def _explain(error: Exception) -> str:
 def read_sampling_defaults(read: Callable[[str], Any]) -> dict[str, float]:
     """Return how a file is sampled by default: as it says, else as llama.cpp does.
 
-    `read` returns the value of a metadata key; None or "" where there is none.
+    `read` returns the value of a metadata key, perhaps as text; what is no number is as none.
     """
     found: dict[str, float] = dict(SAMPLING)
     for name, key in SAMPLING_KEYS.items():
-        if (value := read(f"general.sampling.{key}")) not in (None, ""):
-            found[name] = int(value) if name == "top_k" else float(value)
+        with suppress(ValueError, TypeError, OverflowError):
+            value = float(read(f"general.sampling.{key}"))
+            found[name] = int(value) if name == "top_k" else value
     return found
 
 
@@ -254,6 +258,14 @@ def _check_content(path: Path, content: _Content, part: bool) -> Header:
     )
 
 
+def _check_layers(metadata: Mapping[str, Any]) -> None:
+    """Raise ValueError for a number of layers that nothing has, and that lists are made of."""
+    for name, value in metadata.items():
+        number = name.endswith(".block_count") and isinstance(value, int | float)
+        if number and not 0 <= value <= _MOST_LAYERS:
+            raise ValueError(f"its {name} is {value}")
+
+
 def _size_bytes(tensor: _Tensor) -> int:
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -280,6 +292,7 @@ class _Reader:
                 f"its version is {version:#x}; versions 2 and 3, little endian, are known"
             )
         metadata = dict(self._read_field() for _ in range(fields))
+        _check_layers(metadata)
         table = [self._read_tensor() for _ in range(tensors)]
         alignment = int(metadata.get("general.alignment") or 32)
         start = -(-self._at // alignment) * alignment

@@ -362,8 +362,9 @@ class Continuation(Value, frozen=True):
 
     generation: str  # of the worker and, after a plus sign, of the request's adapter
     max_tokens: int  # as determined by the first worker
-    #: Token ids of a prompt from a chat template, which may contain the time: unsigned, 4 bytes
-    #: each, little-endian. b"": the request's own prompt gives the same ids again.
+    #: Token ids of a prompt from a chat template, which may contain the time, or of one that was
+    #: cut to fit: unsigned, 4 bytes each, little-endian. b"": the request's own prompt gives the
+    #: same ids again.
     prompt: bytes = b""
     #: The engine continues the text of the answer, as it does not know its tokens.
     by_text: bool = False

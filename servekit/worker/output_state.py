@@ -72,11 +72,12 @@ class OutputState:
         """Return the state that another worker needs to continue; sent once, with the first tokens.
 
         `generation` maps an adapter's name, or "" for the base model, to its generation. A plain
-        prompt is left out: every worker tokenises it alike.
+        prompt is left out: every worker tokenises it alike, but may have room for more of it.
         """
         assert self.begins is not None
         (ids, limit, request), self.begins = self.begins, None
-        packed = b"" if request.messages is None else pack_ids(ids)
+        alike = request.messages is None and not request.params.truncate_prompt
+        packed = b"" if alike else pack_ids(ids)
         return Continuation(generation(request.adapter), limit, packed)
 
     def pass_on(self, output: StepOutput) -> bool:

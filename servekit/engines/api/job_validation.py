@@ -7,11 +7,17 @@ are validated on the caller's thread, where a failure is a response with status 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
+
+import structlog
 
 from servekit.engines.api.base import EmbedJob, Job
 from servekit.errors import ContextLengthExceeded, RequestError
 from servekit.protocol.messages import SamplingParams
+
+log: Any = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +125,23 @@ def _check_params(params: SamplingParams) -> None:
         value = getattr(params, name)
         if value is not None and not low <= value <= high:
             raise RequestError(f"{name} must be between {low:g} and {high:g}.", param=name)
+
+
+def usable_defaults(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sampling values of a model's files that a request might have, by name.
+
+    The others would end the engine or give nonsense. A negative top_k is off, and a negative
+    temperature greedy, as in llama.cpp, whose files have -1.
+    """
+    usable = {}
+    for name, value in stated.items():
+        low, high = _RANGES[name]
+        number = isinstance(value, (int, float))
+        if number and (low <= value <= high or (value < low and name in ("top_k", "temperature"))):
+            usable[name] = max(value, low)
+        else:
+            log.warning("sampling_default_ignored", name=name, value=value, least=low, most=high)
+    return usable
 
 
 def _check_bias(params: SamplingParams, limits: Limits) -> None:

@@ -18,7 +18,12 @@ from msgspec import structs
 from servekit.engines.api.base import EmbedJob, Job, Load, MediaPrompt, Report
 from servekit.engines.api.generation_identity import identify_files
 from servekit.engines.api.job_state import EmbedRow, ends_of
-from servekit.engines.api.job_validation import Limits, check_inputs, check_job
+from servekit.engines.api.job_validation import (
+    Limits,
+    check_inputs,
+    check_job,
+    usable_defaults,
+)
 from servekit.engines.api.load_phases import phase
 from servekit.engines.api.speculation import get_speculation
 from servekit.engines.api.threaded_engine import LoopedEngine
@@ -117,7 +122,8 @@ class LlamaCppEngine(LoopedEngine):
         )
         self._eos = vocabulary.eos
         stated = {name: value for name, value in self.spec.sampling.items() if value is not None}
-        self._defaults: dict[str, Any] = read_sampling_defaults(vocabulary.read_metadata) | stated
+        own = usable_defaults(read_sampling_defaults(vocabulary.read_metadata))
+        self._defaults: dict[str, Any] = own | stated
         self._grammars = try_grammars(
             lambda: Grammars.from_vocabulary(
                 vocabulary.for_grammars(), vocabulary.size, vocabulary.eos

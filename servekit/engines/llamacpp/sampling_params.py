@@ -53,12 +53,12 @@ def choose_token(row: LlamaRow, logits: Logits) -> int:
 
 
 def _steer_logits(row: LlamaRow, logits: Logits) -> Logits:
-    """Copy the logits and apply penalties, bias, `min_tokens`, banned words, grammar in order."""
+    """Copy the logits and apply bias, penalties, `min_tokens`, banned words, grammar in order."""
     steered = logits.copy()
-    if row.sampling.penalised:
-        _penalise_repeats(row, steered)
     for token, bias in row.sampling.logit_bias:
         steered[token] += np.float32(bias)
+    if row.sampling.penalised:
+        _penalise_repeats(row, steered)
     if row.eos_forbidden:
         steered[list(row.eos)] = -np.inf
     if row.job.banned:

@@ -21,7 +21,12 @@ from transformers import PreTrainedModel
 
 from servekit.engines.api.base import EmbedJob, Job, Load, MediaPrompt, Report, SpeechJob
 from servekit.engines.api.job_state import EmbedRow, ends_of
-from servekit.engines.api.job_validation import Limits, check_inputs, check_job
+from servekit.engines.api.job_validation import (
+    Limits,
+    check_inputs,
+    check_job,
+    usable_defaults,
+)
 from servekit.engines.api.load_phases import phase
 from servekit.engines.api.threaded_engine import LoopedEngine, Request
 from servekit.engines.media.media_warnings import warn_unavailable
@@ -133,7 +138,7 @@ class TransformersEngine(LoopedEngine):
         self._eos = eos_ids(model, tokenizer)
         self._no_adapters = loading.explain_no_adapters(model, self.spec)
         stated = {name: value for name, value in self.spec.sampling.items() if value is not None}
-        self._defaults = sampling_defaults(model) | stated
+        self._defaults = usable_defaults(sampling_defaults(model)) | stated
         self._pieces = Pieces(tokenizer)
         with phase("grammars"):
             self._grammars = preload.get_grammars(tokenizer, self.vocab_size, self._eos)

@@ -33,6 +33,8 @@ log: Any = structlog.get_logger(__name__)
 UNSTATED_CONTEXT = 8192
 #: A smaller context is of no use to anybody.
 LEAST_CONTEXT = 16
+#: Attributes of a configuration that some models state for each layer, such as Gemma 4.
+_OF_HEADS = {"num_attention_heads", "num_key_value_heads", "head_dim"}
 #: Errors of the library for layers that it cannot page, and of the self-check for wrong text.
 _NOT_PAGEABLE = (ValueError, TypeError, AttributeError, LookupError, NotImplementedError)
 
@@ -164,6 +166,9 @@ def _find_obstacle(model: PreTrainedModel, spec: WorkerSpec) -> str:
         return "it is recurrent"
     if not getattr(model, "_supports_attention_backend", False):
         return "its attention cannot be replaced by a paged one"
+    varying = getattr(model.config.get_text_config(), "per_layer_attributes", None)
+    if varying and not _OF_HEADS.isdisjoint(varying):  # the library's cache has one size
+        return "the heads of its layers differ in number or size"
     return ""
 
 

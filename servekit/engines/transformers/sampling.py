@@ -8,7 +8,7 @@ drawn one.
 
 Filters apply in the order of `transformers`: temperature, top-k, top-p, min-p. Top-k and top-p
 consider the 256 best candidates, and sort the whole vocabulary only for rows whose mass reaches
-deeper. Penalties, token biases and grammars come first, and apply to greedy rows too.
+deeper. Token biases, penalties and grammars come first, and apply to greedy rows too.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Sampler:
         masks = Masks(rows)
         report = Report(rows, logits)
         for index, row in enumerate(rows):
-            if row.sampling.penalised:
-                _penalise_repeats(row, logits[index])
             if row.sampling.logit_bias:
                 logits[index].index_add_(0, *row.bias(logits.device))
+            if row.sampling.penalised:
+                _penalise_repeats(row, logits[index])
             if row.eos_forbidden:
                 logits[index, _within_head(row.eos, logits)] = -torch.inf
             if row.job.banned:
@@ -75,7 +75,8 @@ class Sampler:
                 [rows[index].sampling for index in drawn],
                 [rows[index].position for index in drawn],
             )
-            logits[where, tokens] = torch.inf
+            best = logits[where, tokens]  # NaN if any is, which is not to be hidden
+            logits[where, tokens] = best.masked_fill(~best.isnan(), torch.inf)
 
 
 def _within_head(tokens: Iterable[int], logits: Tensor) -> list[int]:

@@ -8,10 +8,11 @@ cache allows reading it in chunks; a request can be cancelled between any two st
 from __future__ import annotations
 
 import contextlib
+from inspect import signature
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 
 from servekit.engines.api.base import StepOutput
 from servekit.engines.transformers import prompt_scores
@@ -19,6 +20,9 @@ from servekit.engines.transformers.lora.batched_lora import BatchedLora, Part
 from servekit.engines.transformers.request_row import Row
 from servekit.engines.transformers.runner import CausalRunner
 from servekit.engines.transformers.sampling import Sampler, best_tokens
+
+#: The library's method for positions, which some models have an own one of.
+_POSITIONS = "_prepare_position_ids_for_generation"
 
 
 class StaticRunner(CausalRunner):
@@ -110,11 +114,11 @@ class StaticRunner(CausalRunner):
             attention_mask=torch.ones(1, self._seen, dtype=torch.int64, device=model.device),
             is_first_iteration=first,
             use_cache=True,
-            **self._cache,
+            **(self._positions(model) | self._cache),
         )
         hidden = None if wanted is None else prompt_scores.Hidden(model)
         with contextlib.nullcontext() if hidden is None else hidden.kept():
-            outputs = model(**inputs, return_dict=True, **self._last_logits(model))
+            outputs = model(**(inputs | self._last_logits(model)), return_dict=True)
         if hidden is not None and wanted is not None:
             prompt_scores.score_spans(hidden, [wanted], outputs.logits.shape[-1])
         self._cache = model._update_model_kwargs_for_generation(outputs, self._cache)
@@ -125,6 +129,17 @@ class StaticRunner(CausalRunner):
         """Return the model that runs a row: the base, or that of its adapter."""
         own = None if row.adapter is None else row.adapter.model
         return self._model if own is None else own
+
+    def _positions(self, model: Any) -> dict[str, torch.Tensor]:
+        """Return the positions of all tokens so far, as `generate` has them, if that is plain.
+
+        MiniMax would count them in its first layer's cache, which has no tokens.
+        """
+        own = getattr(type(model), _POSITIONS, None)
+        plain = own is getattr(GenerationMixin, _POSITIONS, None)
+        if not plain or "position_ids" not in signature(model.forward).parameters:
+            return {}
+        return {"position_ids": torch.arange(self._seen, device=model.device).unsqueeze(0)}
 
     @staticmethod
     def _last_logits(model: Any) -> dict[str, int]:
@@ -139,5 +154,7 @@ class StaticRunner(CausalRunner):
     def _in_pieces(self) -> bool:
         """Return whether the prompt can be read in chunks; a recurrent model reads it whole."""
         cache = self._cache.get("cache", self._cache.get("past_key_values"))  # 5.24; before
+        layers = getattr(self._model.config.get_text_config(), "layer_types", None) or ()
         attends = not getattr(self._model, "_is_stateful", False)
+        attends &= "linear_attention" not in layers
         return attends and (cache is None or isinstance(cache, DynamicCache))

@@ -8,7 +8,7 @@ LoadError that names a remedy.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -96,10 +96,12 @@ def load_model(
         raise LoadError(
             f"{spec.model} has an encoder for its prompt, and servekit serves decoders."
         )
-    if kind == "classify" and (missing := sorted(told["missing_keys"])):
+    # Of stored quantised weights the library makes others than are in the files.
+    stored = kind != "classify" and quantize.read_stated_method(folder)
+    if not stored and (missing := _find_missing(model, told["missing_keys"], kind)):
         raise LoadError(
-            f"The files of {spec.model} have no {missing[0]}; the library would classify by random"
-            " weights."
+            f"The files of {spec.model} have no {missing[0]}, and lack {len(missing)} tensors in"
+            " all; the library would go on with random weights."
         )
     wanted = {str(each) for each in _list_devices(spec, device)}
     strays = {str(tensor.device) for tensor in model.parameters()} - wanted
@@ -113,6 +115,20 @@ def load_model(
         model._device_mesh = None  # otherwise the library's batching would schedule in every rank
     model.eval()  # type: ignore[no-untyped-call]  # the library leaves it untyped
     return model
+
+
+def _find_missing(
+    model: transformers.PreTrainedModel, missing: Collection[str], kind: ModelKind
+) -> list[str]:
+    """Return the parameters that the files lack, without those that no embedding depends on."""
+    embeds = kind == "embed"
+    half = embeds and model.config.is_encoder_decoder
+    used = {id(parameter) for parameter in (model.get_encoder() if half else model).parameters()}
+    return sorted(
+        name
+        for name, parameter in model.named_parameters()
+        if name in missing and id(parameter) in used and not (embeds and "pooler" in name)
+    )
 
 
 def _placing_arguments(spec: WorkerSpec, device: torch.device) -> dict[str, Any]:

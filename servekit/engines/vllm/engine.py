@@ -29,7 +29,7 @@ from servekit.engines.api.base import (
     StepOutput,
 )
 from servekit.engines.api.job_state import make_embedding_output
-from servekit.engines.api.job_validation import Limits, check_job
+from servekit.engines.api.job_validation import Limits, check_job, usable_defaults
 from servekit.engines.api.load_phases import phase
 from servekit.engines.api.process_activity import report_activity
 from servekit.engines.model_files.model_kind import ModelKind, find_model_kind, refuse_speech
@@ -141,7 +141,7 @@ class VllmEngine(Engine):
         self.vocab_size = int(model.get_vocab_size())
         self._limits = Limits(self.vocab_size, int(model.max_model_len))
         self._stated = generation_defaults.read_defaults(folder, tokenizer, self.vocab_size)
-        self._defaults = self._stated.sampling | {
+        self._defaults = usable_defaults(self._stated.sampling) | {
             name: value for name, value in self.spec.sampling.items() if value is not None
         }
         self._thread = threading.Thread(target=self._run_loop, name="engine", daemon=True)

@@ -127,7 +127,7 @@ def estimate(
         return Estimate(unknown="not fetched yet, so its size is not known")
     try:
         found = _of_gguf(model, place, path) if path.is_file() else _of_folder(model, place, path)
-    except (ValueError, OSError, LookupError, TypeError) as error:
+    except (ValueError, OSError, LookupError, TypeError, ArithmeticError) as error:
         return Estimate(unknown=str(error) or repr(error))
     if draft := get_speculative(model).get("model"):
         options = {key: model.options[key] for key in model.options.keys() - _NOT_OF_DRAFTS}

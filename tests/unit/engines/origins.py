@@ -90,7 +90,7 @@ def write_tiny_gguf(
         writer.add_uint16("split.count", split)
     for key, value in metadata.items():
         sort = gguf.GGUFValueType.get_type(value)
-        if sort is gguf.GGUFValueType.INT32:
+        if sort is gguf.GGUFValueType.INT32 and value >= 0:
             sort = gguf.GGUFValueType.UINT32  # as llama.cpp wants its numbers
         name = key.replace("__", ".")
         writer.kv_data[0].pop(name, None)  # gguf 0.17 refuses a second value

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from pathlib import Path
 
 import gguf as library
 import pytest
 
+from servekit.errors import LoadError
 from servekit.model_metadata import gguf
 from servekit.model_metadata.gguf import read_header
 from servekit.model_metadata.kv_cache_shape import of_gguf
@@ -61,6 +63,15 @@ def test_what_is_none_is_a_value_error(tmp_path: Path, data: bytes) -> None:
         gguf.read_gguf(tmp_path / "x.gguf")
 
 
+@pytest.mark.parametrize("layers", [2**31 - 1, -1.0, math.nan, math.inf])
+def test_no_list_is_made_of_any_number_of_layers(tmp_path: Path, layers: float) -> None:
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", llama__block_count=layers)
+    with pytest.raises(ValueError, match=r"its llama\.block_count is"):
+        gguf.read_gguf(path)
+    with pytest.raises(LoadError, match=r"its llama\.block_count is"):
+        read_header(path)
+
+
 @pytest.mark.parametrize(
     ("stated", "description", "expected"),
     [
@@ -87,3 +98,6 @@ def test_a_file_is_sampled_as_it_says_and_else_as_by_llama_cpp() -> None:
     stated = {"general.sampling.temp": "0", "general.sampling.penalty_repeat": 1.1}
     found = gguf.read_sampling_defaults(lambda key: stated.get(key))
     assert found == default | {"temperature": 0.0, "repetition_penalty": 1.1}
+    odd = {"top_k": "7.000000", "temp": "hot", "top_p": [0.5], "min_p": None}
+    found = gguf.read_sampling_defaults(lambda key: odd.get(key.rpartition(".")[2]))
+    assert found == default | {"top_k": 7}, "llama.cpp tells a float32 so"

@@ -152,6 +152,19 @@ async def test_files_of_an_adapter_are_part_of_its_generation(tmp_path: Path) ->
         assert len({runner.generation(name) for name in ("", "x", "y")}) == 3
 
 
+async def test_a_prompt_that_was_cut_is_the_same_where_there_is_more_room(tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"prompt": "abcdefghij" * 9}
+    params = SamplingParams(max_tokens=8, truncate_prompt=-1, stop=("never said",))
+    async with serving(spec_in(tmp_path, max_context=40, step_s=0.001)) as client:
+        deltas = await client.answer(client.send(params, **asked))
+    whole, began = "".join(delta.text for delta in deltas), deltas[0].continuation
+    async with serving(spec_in(tmp_path, max_context=64)) as client:
+        said = whole[:3]
+        more: Any = {"emitted": [*map(ord, said)], "sent_chars": 3, "continuation": began}
+        rest = await client.answer(client.send(params, **asked, **more))
+    assert said + "".join(delta.text for delta in rest) == whole
+
+
 async def test_what_another_worker_needs_to_go_on_is_told_once(tmp_path: Path) -> None:
     async with serving(spec_in(tmp_path, step_s=0.001)) as client:
         params = SamplingParams(max_tokens=6, stop=("never said",))

@@ -6,9 +6,15 @@ import math
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from servekit.engines.api.base import EmbedJob, Job
-from servekit.engines.api.job_validation import Limits, check_inputs, check_job
+from servekit.engines.api.job_validation import (
+    Limits,
+    check_inputs,
+    check_job,
+    usable_defaults,
+)
 from servekit.errors import ContextLengthExceeded, RequestError
 from servekit.protocol.messages import Grammar, SamplingParams
 
@@ -160,3 +166,13 @@ def test_texts_to_embed_have_tokens_of_the_vocabulary_and_fit() -> None:
         assert (error.value.param, error.value.message) == ("input", said)
     with pytest.raises(RequestError, match="Token id 100"):
         check_inputs(EmbedJob(1, [[100]]), LIMITS)
+
+
+def test_defaults_that_no_request_might_have_are_left_out() -> None:
+    usable = {"temperature": 0.7, "top_k": 20, "top_p": 1, "min_p": 0.1, "repetition_penalty": 1.1}
+    assert usable_defaults(usable) == usable
+    assert usable_defaults({"temperature": -0.1, "top_k": -1}) == {"temperature": 0, "top_k": 0}
+    with capture_logs() as events:
+        unusable = {"temperature": "hot", "top_k": math.nan, "top_p": -0.1, "min_p": 2.0}
+        assert usable_defaults(unusable | {"repetition_penalty": 0.0}) == {}
+    assert [event["name"] for event in events] == [*unusable, "repetition_penalty"]

@@ -312,6 +312,8 @@ def test_sampling_of_the_file_and_the_configuration(gguf: Make) -> None:
     assert by_file.generate([5], temperature=None) == by_file.generate([5])
     stated = gguf(general__sampling__top_k=7, sampling={"top_k": 3})
     assert stated.engine._defaults == {**SAMPLING, "top_k": 3}
+    off = gguf(general__sampling__top_k=-1)
+    assert len(off.generate([5], temperature=None, seed=1, ignore_eos=True, max_tokens=5)) == 5
 
 
 # ---------------------------------------------------------------- grammars

@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from servekit.engines.llamacpp.sampling_params import _gumbel_noise, draw_token
+from servekit.engines.api.base import Job
+from servekit.engines.llamacpp.request_row import LlamaRow
+from servekit.engines.llamacpp.sampling_params import _gumbel_noise, choose_token, draw_token
 from servekit.engines.text.sampling_params import CANDIDATES, Sampling, noise_keys
 from servekit.engines.transformers.sampling import _gumbel_noise as gumbel_noise_by_torch
 from servekit.engines.transformers.sampling import draw_tokens as draw_by_torch
+from servekit.protocol.messages import SamplingParams
 
 SIZE = 5000
 SAMPLINGS = [
@@ -49,6 +52,12 @@ def test_the_noise_is_torchs(seed: int = 12345) -> None:
         ].numpy()
         assert np.abs(_gumbel_noise(ids, keys) - expected).max() < 1e-5
         assert expected.max() < 16.7
+
+
+def test_a_repeated_token_is_penalised_with_its_bias() -> None:
+    sampling = Sampling(temperature=0.0, repetition_penalty=2.0, logit_bias=((0, 3.0),))
+    row = LlamaRow("k", Job(1, [0], SamplingParams()), sampling, frozenset(), 9)
+    assert choose_token(row, np.array([1.0, 2.5], np.float32)) == 1
 
 
 def test_what_is_ruled_out_is_never_drawn() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -68,12 +69,23 @@ BASE: dict[str, Any] = {
     "pad_token_id": 0,
 }
 HYBRID = ["sliding_attention", "full_attention"]
+LIBRARY: Any = transformers  # untyped in part
 FAMILIES: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "by_request": (Qwen3Config, BASE | {"head_dim": 16}),
     "by_request moe": (MixtralConfig, BASE | {"num_local_experts": 4, "sliding_window": None}),
     "sdpa": (
         Gemma3TextConfig,
         BASE | {"head_dim": 16, "sliding_window": 16, "layer_types": HYBRID},
+    ),
+    "the heads of its layers differ": (
+        LIBRARY.Gemma4TextConfig,
+        {
+            **(BASE | {"head_dim": 16, "global_head_dim": 32, "layer_types": HYBRID}),
+            "sliding_window": 16,
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 400,
+        },
     ),
     "one request at a time": (
         BloomConfig,
@@ -85,7 +97,7 @@ FAMILIES: dict[str, tuple[type[Any], dict[str, Any]]] = {
 @pytest.mark.parametrize(
     "family",
     [
-        *("by_request", "sdpa"),
+        *("by_request", "sdpa", "the heads of its layers differ"),
         *(
             pytest.param(family, marks=pytest.mark.lane("long"))
             for family in ("by_request moe", "one request at a time")
@@ -207,6 +219,15 @@ def test_sampling_defaults_of_the_file_apply(harness: Make, tiny: Harness) -> No
     assert one.generate(PROMPTS[0], temperature=None, max_tokens=8) == greedy
 
 
+def test_top_k_of_the_files_is_off_below_zero(harness: Make, tiny: Harness, copy: Path) -> None:
+    path = copy / "generation_config.json"
+    own = {"do_sample": True, "temperature": 0.9, "top_k": -1, "top_p": 0.9}
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    asked: dict[str, Any] = {"max_tokens": 16, "seed": 7, "ignore_eos": True}
+    drawn = tiny.generate(PROMPTS[0], temperature=0.9, top_p=0.9, **asked)
+    assert harness(copy).generate(PROMPTS[0], temperature=None, **asked) == drawn
+
+
 def test_chat_is_rendered_and_answered(tiny: Harness) -> None:
     ids = tiny.engine.codec.render_chat([ChatMessage("user", "hi")])
     assert len(tiny.generate(ids, max_tokens=4, ignore_eos=True)) == 4
@@ -268,6 +289,15 @@ def test_a_truncated_weights_file(copy: Path) -> None:
     weights = copy / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     assert "damaged" in str(refused(copy))
+
+
+def test_weights_that_the_library_would_draw(copy: Path) -> None:
+    change_config(copy, num_hidden_layers=3)  # as after a copy without the last shard's index
+    error = refused(copy)
+    assert "have no model.layers.2.input_layernorm.weight, and lack 9 tensors" in str(error)
+    assert error.permanent
+    change_config(copy, quantization_config={"quant_method": "of another library"})
+    weights.load_model(copy, make_spec(copy), None, lambda progress: None)
 
 
 def test_code_of_the_model_runs_only_if_trusted(copy: Path, tmp_path: Path) -> None:

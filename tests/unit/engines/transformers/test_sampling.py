@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from servekit.engines.api.base import Job
+from servekit.engines.api.job_state import NOT_A_NUMBER
 from servekit.engines.text.sampling_params import CANDIDATES, Sampling, resolve_sampling
 from servekit.engines.transformers.request_row import Row
-from servekit.engines.transformers.sampling import Sampler, _gumbel_noise, draw_tokens
+from servekit.engines.transformers.sampling import (
+    Sampler,
+    _gumbel_noise,
+    best_tokens,
+    draw_tokens,
+)
 from servekit.protocol.messages import SamplingParams
 
 
@@ -161,6 +169,18 @@ def test_extreme_temperatures_draw_a_token(temperature: float) -> None:
         assert temperature > 1 or token == 0
 
 
+@pytest.mark.parametrize("how", [{}, {"min_p": 0.5}, {"top_k": 3}, {"top_p": 0.9, "min_p": 0.1}])
+def test_a_draw_hides_no_nan(how: dict[str, Any]) -> None:
+    """A single logit is, if the head's weights of one token are."""
+    logits = torch.randn(2, 50)
+    logits[1, 7] = torch.nan
+    rows = [row(Sampling(seed=5, **how), [1], [], frozenset()) for _ in range(2)]
+    Sampler().apply(rows, logits)
+    tokens = best_tokens(logits).tolist()
+    assert tokens[0] != NOT_A_NUMBER
+    assert tokens[1] == NOT_A_NUMBER
+
+
 def test_greedy_rows_are_not_touched() -> None:
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(2))
     before = logits.clone()
@@ -180,6 +200,14 @@ def test_penalties_count_the_completion_and_repetition_counts_all() -> None:
     Sampler().apply([one], logits)
     # token 0: prompt only; 1: twice said; 2: once; 3: prompt only, negative; 4: never seen
     assert logits.tolist() == [[1.0, 1.0 - 0.5 - 0.5, 1.0 - 0.5 - 0.25, -4.0, 2.0]]
+
+
+def test_a_repeated_token_is_penalised_with_its_bias() -> None:
+    """As in transformers' generate, vLLM and llama.cpp."""
+    logits = torch.tensor([[1.0, 3.0]])
+    sampling = Sampling(temperature=0.0, repetition_penalty=2.0, logit_bias=((0, 3.0),))
+    Sampler().apply([row(sampling, [0], [], frozenset())], logits)
+    assert logits.tolist() == [[2.0, 3.0]]
 
 
 def test_penalties_follow_new_tokens() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from servekit.engines.api.base import Job
@@ -65,6 +66,30 @@ def test_pieces_and_the_whole_have_the_librarys_tokens(runner: StaticRunner) -> 
     ids = torch.tensor([PROMPT])
     told = runner._model.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=-1)
     runner.add(make_row())
+    assert list(chain(*steps(runner))) == told[0, len(PROMPT) :].tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("Phi3", {}),  # names `logits_to_keep` when it prepares a step
+        # counts positions in the cache of its first layer, where there are none
+        ("MiniMax", {"layer_types": ["linear_attention", "full_attention"]}),
+    ],
+)
+def test_models_with_ways_of_their_own_say_what_generate_says(
+    name: str, fields: dict[str, Any]
+) -> None:
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "initializer_range": 0.4}
+    config = getattr(transformers, f"{name}Config")
+    own = config(vocab_size=32, pad_token_id=0, **sizes, **heads, **fields)
+    model = getattr(transformers, f"{name}ForCausalLM")(own).eval()
+    ids = torch.tensor([PROMPT])
+    told = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=-1)
+    runner = StaticRunner(model, capacity=40, chunk=4)
+    runner.add(make_row(max_tokens=6))
     assert list(chain(*steps(runner))) == told[0, len(PROMPT) :].tolist()
 
 

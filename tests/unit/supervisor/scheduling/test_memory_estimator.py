@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,11 @@ def test_gguf(tmp_path: Path) -> None:
     assert path.stat().st_size > asis.weights_bytes > 0
     assert converted.weights_bytes > 3 * asis.weights_bytes  # float32 for eight bits and a scale
     assert asis.on_each_floor_bytes == 0, "what does not fit stays in the host's memory"
+
+
+def test_a_width_that_is_no_number_is_told(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", llama__embedding_length=math.inf)
+    assert "infinity" in of(path, engine="llamacpp").unknown
 
 
 def test_experts_on_the_host_take_no_gpu_memory(tmp_path: Path) -> None:

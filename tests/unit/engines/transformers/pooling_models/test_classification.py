@@ -310,7 +310,7 @@ def test_a_head_without_weights_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     config = json.loads(path.read_bytes())
     path.write_text(json.dumps(config | {"architectures": ["BertForSequenceClassification"]}))
-    with pytest.raises(LoadError, match=r"have no classifier\.\w+; .* random weights"):
+    with pytest.raises(LoadError, match=r"have no classifier\.\w+, and lack 2 .* random weights"):
         Harness(make_spec(tmp_path))
 
 

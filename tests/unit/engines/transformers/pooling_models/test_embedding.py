@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoModel,
@@ -241,6 +243,46 @@ def test_what_its_files_say_wrong_is_a_load_error(harness: Make, tmp_path: Path)
     (folder / "modules.json").write_text(json.dumps([{"type": "x.Transformer", "path": "0_T"}]))
     with pytest.raises(LoadError, match="0_T"):
         harness(folder)
+
+
+def drop_weights(folder: Path, *parts: str) -> None:
+    """Take the tensors whose names have one of the parts out of the model's file."""
+    path = folder / "model.safetensors"
+    kept = {
+        name: tensor
+        for name, tensor in load_file(path).items()
+        if not any(part in name for part in parts)
+    }
+    save_file(kept, path, metadata={"format": "pt"})
+
+
+def test_embeddings_by_weights_that_the_library_would_draw_are_refused(
+    harness: Make, tmp_path: Path
+) -> None:
+    folder = bert(tmp_path)
+    drop_weights(folder, "layer.1.attention.self.query")
+    with pytest.raises(LoadError, match=r"layer\.1\.attention\.self\.query.*lack 2 .*random"):
+        harness(folder)
+
+
+def test_no_pooler_is_needed(harness: Make, tmp_path: Path) -> None:
+    folder = bert(tmp_path)
+    drop_weights(folder, "pooler")
+    one = harness(folder)
+    (vector,) = vectors(one, submit(one, ["a"]))
+    assert len(vector) == SMALL["hidden_size"]
+
+
+def test_no_decoder_is_needed(harness: Make, tmp_path: Path) -> None:
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
+    library: Any = transformers  # untyped in part
+    own = library.T5Config(vocab_size=len(tokenizer(tmp_path)), **sizes)
+    library.T5EncoderModel(own).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"is_encoder_decoder": True}))
+    one = harness(write(tmp_path, {"pooling_mode_mean_tokens": True}))
+    (vector,) = vectors(one, submit(one, ["a"]))
+    assert len(vector) == 32
 
 
 class Recorder(PoolingRunner):
