@@ -171,7 +171,7 @@ class RunDir:
             undo.callback(_remove_empty, made)
             _make_private(path)
             taken = cls(path, _lock(path), made)
-            undo.callback(taken.unlock)
+            undo.callback(taken._release)  # what a dead instance left is for the next start to end
             taken._sign()
             _check_sockets(path)
             if sweep:
@@ -250,6 +250,9 @@ class RunDir:
         A start that failed removes the directory too, if it created it.
         """
         self._clear()
+        self._release()
+
+    def _release(self) -> None:
         with contextlib.suppress(OSError):
             self.logs.rmdir()
         with contextlib.suppress(OSError):

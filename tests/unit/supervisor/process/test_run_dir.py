@@ -314,6 +314,20 @@ def test_without_room_there_is_no_instance_and_nothing_is_left(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
+def test_without_room_what_a_dead_one_left_is_for_the_next_start(
+    tmp_path: Path, sleeper: subprocess.Popen[bytes]
+) -> None:
+    path = tmp_path / "r"
+    RunDir.claim(path).unlock()
+    left = json.dumps([{"name": "w", "pid": sleeper.pid, "started": started(sleeper)}])
+    (path / "children.json").write_text(left)
+    with no_room(), pytest.raises(StartError, match="choose another"):
+        RunDir.claim(path)
+    assert sleeper.poll() is None
+    RunDir.claim(path).unlock()
+    assert sleeper.wait(timeout=5) == -signal.SIGKILL
+
+
 def test_a_record_that_finds_no_room_leaves_the_old_one(tmp_path: Path) -> None:
     taken = RunDir.claim(tmp_path / "r")
     taken.record_children([Started("w", 1, 2)])
