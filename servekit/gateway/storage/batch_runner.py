@@ -12,6 +12,7 @@ import contextlib
 import os
 import time
 from codecs import BOM_UTF8
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,8 @@ from servekit.gateway.http.internal_request import (
 )
 from servekit.gateway.http.request_context import BATCHED
 from servekit.gateway.routing.router import Router
-from servekit.gateway.storage.batch_store import Batch, BatchStore
-from servekit.gateway.storage.leases import LOOK_EVERY_S, LeaseRunner
+from servekit.gateway.storage.batch_store import MOST_HELD, Batch, BatchStore
+from servekit.gateway.storage.leases import LEASE_S, LOOK_EVERY_S, LeaseRunner
 from servekit.gateway.storage.store_file import ResponsesUnavailable
 from servekit.protocol.access import BatchRules
 
@@ -41,6 +42,8 @@ Json = dict[str, Any]
 _SWEEP_EVERY_S = 60.0
 #: How often a line looks whether its model is idle.
 _IDLE_EVERY_S = 0.05
+#: Time without a request of a batch after which others that wait are run in its place.
+_STUCK_S = 60.0
 _MOST_LINES = 50_000
 _MOST_ID_CHARS = 512
 _encode = msgspec.json.Encoder().encode
@@ -82,6 +85,8 @@ class BatchRunner(LeaseRunner[Batch]):
         self._running = 0
         self._freed = asyncio.Event()
         self._cancelling: dict[str, asyncio.Event] = {}
+        self._asking: Counter[str] = Counter()  # requests that run, by batch
+        self._moved_s: dict[str, float] = {}  # time of the last result, by batch
         self._swept_s = 0.0
 
     @property
@@ -102,10 +107,22 @@ class BatchRunner(LeaseRunner[Batch]):
         for batch in held:
             if batch.status == "cancelling" and batch.id in self._cancelling:
                 self._cancelling[batch.id].set()
-        return held
+        if len(held) < MOST_HELD:
+            return held
+        stuck = [batch for batch in held if self._is_stuck(batch)]
+        for batch in stuck:
+            await self._store.put_back(batch.id, LEASE_S)
+        return [batch for batch in held if batch not in stuck]
+
+    def _is_stuck(self, batch: Batch) -> bool:
+        """Return whether a batch waits for its model, or for the tokens of its key."""
+        now_s = time.monotonic()
+        moved_s = self._moved_s.get(batch.id, now_s)
+        return not self._asking[batch.id] and now_s - moved_s > _STUCK_S
 
     async def work(self, batch: Batch) -> None:
         self._cancelling[batch.id] = asyncio.Event()
+        self._moved_s[batch.id] = time.monotonic()
         try:
             await self._run_batch(batch)
         except asyncio.CancelledError:
@@ -115,7 +132,7 @@ class BatchRunner(LeaseRunner[Batch]):
                 log.warning("batch_interrupted", batch=batch.id, reason=repr(error.exceptions[0]))
             await asyncio.sleep(LOOK_EVERY_S)
         finally:
-            del self._cancelling[batch.id]
+            del self._cancelling[batch.id], self._moved_s[batch.id], self._asking[batch.id]
 
     async def _run_batch(self, batch: Batch) -> None:
         path, most = self._store.path(batch.record["input_file_id"]), self._max_body_bytes
@@ -209,6 +226,7 @@ class BatchRunner(LeaseRunner[Batch]):
                 await asyncio.sleep(LOOK_EVERY_S)  # the log has it
             else:
                 batch.bytes = max(batch.bytes, size)
+                self._moved_s[batch.id] = time.monotonic()
                 return
 
     async def _run_line(self, batch: Batch, number: int, line: _Line) -> None:
@@ -220,6 +238,7 @@ class BatchRunner(LeaseRunner[Batch]):
         model = msgspec.json.decode(line.body, type=_Body).model
         while True:
             await self._wait_until_idle(model)
+            self._asking[batch.id] += 1
             try:
                 with self.delay_end():
                     answer = await self._post(batch, line)
@@ -227,6 +246,7 @@ class BatchRunner(LeaseRunner[Batch]):
                         await self._keep_answer(batch, number, line, answer)
                         return
             finally:
+                self._asking[batch.id] -= 1
                 self._running -= 1
                 self._freed.set()
             await asyncio.sleep(pause_s)

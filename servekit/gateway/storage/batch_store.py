@@ -40,7 +40,7 @@ _TABLES = (
 )
 _ACTIVE = "status IN ('validating', 'in_progress', 'finalizing', 'cancelling')"
 #: The most batches that a gateway runs at once.
-_MOST_HELD = 32
+MOST_HELD = 32
 _DAY_S = 86400.0
 #: How long a file on the disk may have no record: one that is being uploaded or written.
 _LOOSE_S = 3600.0
@@ -222,7 +222,7 @@ class BatchStore(LeasedStore):
         """Renew the leases of this gateway, take batches that nobody runs, and return all held."""
 
         def claim_held(db: sqlite3.Connection) -> list[Batch]:
-            claim_rows(db, "batches", _ACTIVE, "created", self._owner, _MOST_HELD)
+            claim_rows(db, "batches", _ACTIVE, "created", self._owner, MOST_HELD)
             return _batches(db, f"owner = ? AND {_ACTIVE}", self._owner)
 
         return await self._run(claim_held)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from servekit.gateway.http.asgi import ASGIApp
 from servekit.gateway.routing.router import Router
+from servekit.gateway.storage import batch_runner, batch_store, leases
 from servekit.gateway.storage.batch_runner import (
     BatchRunner,
     LineError,
@@ -20,6 +22,7 @@ from servekit.gateway.storage.batch_runner import (
 )
 from servekit.gateway.storage.batch_store import Batch, BatchStore, StoredFile
 from servekit.protocol.access import AccessRules, BatchRules
+from servekit.protocol.messages import ModelStatus, Topology
 
 RULES = BatchRules(max_bytes=10**6, max_files=9, max_batches=9, concurrent=1)
 CHAT = "/v1/chat/completions"
@@ -79,16 +82,21 @@ def test_a_line_that_is_one() -> None:
     assert json.loads(bytes(parse_line(line(), CHAT).body)) == {"model": "m"}
 
 
-async def run_batch(store: BatchStore, router: Router, app: ASGIApp) -> Batch:
-    """Run a batch of the lines a, b and c, whose model is not served, and return it."""
-    router.access.apply_rules(AccessRules(batches=RULES))
+async def add_batch(store: BatchStore, id: str, **changed: object) -> None:
+    """Add a batch of the lines a, b and c."""
     written, now_s = store.make_path(), time.time()
-    written.write_bytes(b"\n".join(line(custom_id=id) for id in "abc"))
-    file = StoredFile("file-1", "", "batch", "", 9, now_s, now_s + 60)
+    written.write_bytes(b"\n".join(line(custom_id=name, **changed) for name in "abc"))
+    file = StoredFile(f"file-{id}", "", "batch", "", 9, now_s, now_s + 60)
     await store.add_file(written, file, RULES)
-    record = {"input_file_id": "file-1", "endpoint": CHAT}
-    batch = Batch("batch_1", "", now_s, now_s + 60, "validating", record, 0, 0, 0, 0)
+    record = {"input_file_id": file.id, "endpoint": CHAT}
+    batch = Batch(id, "", now_s, now_s + 60, "validating", record, 0, 0, 0, 0)
     await store.add_batch(batch, RULES)
+
+
+async def run_batch(store: BatchStore, router: Router, app: ASGIApp) -> Batch:
+    """Run a batch of three lines, whose model is not served, and return it."""
+    router.access.apply_rules(AccessRules(batches=RULES))
+    await add_batch(store, "batch_1")
     runner = BatchRunner(router, lambda: store, app, 10**6)
     for held in await runner.claim() or ():
         await runner.work(held)
@@ -135,6 +143,30 @@ async def test_a_gateway_that_drains_ends_once_each_answer_is_stored(
     monkeypatch.setattr(store, "save_result", note)
     done = await run_batch(store, router, send_nothing)
     assert (done.failed, idle) == (3, [False] * 3)
+    store.close()
+
+
+async def test_batches_of_a_model_that_is_down_keep_no_others_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_store, "MOST_HELD", 1)
+    monkeypatch.setattr(batch_runner, "MOST_HELD", 1)
+    monkeypatch.setattr(batch_runner, "_STUCK_S", 0.2)
+    monkeypatch.setattr(leases, "LOOK_EVERY_S", 0.05)
+    store, router = BatchStore(tmp_path / "files"), Router("gateway/test")
+    down = ModelStatus("down", "echo", "-", 7, ())
+    router.apply_topology(Topology((down,), False, 1, access=AccessRules(batches=RULES)))
+    await add_batch(store, "batch_down", body={"model": "down"})
+    await add_batch(store, "batch_1")
+    runner = BatchRunner(router, lambda: store, send_nothing, 10**6)
+    running = asyncio.create_task(runner.run_held_rows())
+    async with asyncio.timeout(60):
+        while (await store.find_batch("batch_1", "")).status != "completed":  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    assert (await store.find_batch("batch_down", "")).status == "in_progress"
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
     store.close()
 
 
