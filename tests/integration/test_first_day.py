@@ -127,19 +127,26 @@ def test_a_start_that_fails_says_why_and_where_the_log_is(tmp_path: Path) -> Non
     assert "state/servekit/default.log" in done.stderr
 
 
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder whose sockets have short paths, wherever the tests' own are."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
 def test_the_instance_of_a_conversation_ends_with_it(
-    tmp_path: Path, number: signal.Signals
+    tmp_path: Path, short: Path, number: signal.Signals
 ) -> None:
     """As where its terminal is closed."""
     command = [*PROGRAM, "run", "org/name", "--engine", "echo"]
-    env = {**os.environ, "XDG_STATE_HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
+    env = {**os.environ, "XDG_STATE_HOME": str(tmp_path), "TMPDIR": str(short)}
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env
     ) as process:
 
         def instances() -> list[Path]:
-            return [one.run_dir for one in list_instances() if tmp_path in one.run_dir.parents]
+            return [one.run_dir for one in list_instances() if short in one.run_dir.parents]
 
         poll("it serves", instances)
         process.send_signal(number)
@@ -147,7 +154,7 @@ def test_the_instance_of_a_conversation_ends_with_it(
         said = process.stderr.read().decode() if process.stderr is not None else ""
     assert "Traceback" not in said
     assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
-    left = list(tmp_path.glob("servekit-run-*"))
+    left = list(short.glob("servekit-run-*"))
     assert left == [] or number == signal.SIGKILL
 
 
