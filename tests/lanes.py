@@ -39,7 +39,7 @@ ORDINARY = "ordinary"
 LANE = "lane"
 #: A run of all ordinary tests, or of all lanes, that has fewer tests than this has lost some.
 #: Raise it when tests are added; lower it in the commit that removes them.
-TESTS_AT_LEAST = {ORDINARY: 11_700, "all": 1350}
+TESTS_AT_LEAST = {ORDINARY: 11_800, "all": 1350}
 #: Tests of the ordinary run that may be skipped, with all that `.ci/run` installs in place.
 SKIPS_AT_MOST = 70
 
