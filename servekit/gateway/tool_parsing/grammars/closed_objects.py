@@ -22,7 +22,9 @@ OPEN = {"additionalProperties", "patternProperties", "unevaluatedProperties", "$
 }
 #: Keywords whose schemas may each list some of an object's members.
 _PARTIAL = {"if", "then", "else", "not", "dependentSchemas", "unevaluatedProperties", "$dynamicRef"}
-_JOINED = {"anyOf", "oneOf", "$ref"}
+#: Keywords of a schema whose object another schema describes, and those by which it does so, too.
+_JOINED = {"anyOf", "oneOf", "$ref", "allOf"}
+_MEMBERS = {"properties", "required", "minProperties", "patternProperties"}
 
 
 def close_objects(schema: Any) -> Any:
@@ -48,17 +50,16 @@ def _is_listed(schema: dict[str, Any]) -> bool:
     required, least = schema.get("required", []), schema.get("minProperties", 0)
     return (
         isinstance(required, list)
-        and all(name in members for name in required)
+        and all(isinstance(name, str) and name in members for name in required)
         and isinstance(least, int)
         and least <= len(members)
     )
 
 
 def _is_partial(schema: dict[str, Any]) -> bool:
-    several = schema.get("allOf")
-    joins = bool(_JOINED & schema.keys()) or several is not None
+    several, keywords = schema.get("allOf"), schema.keys()
     return (
-        bool(_PARTIAL & schema.keys())
+        bool(_PARTIAL & keywords)
         or (isinstance(several, list) and len(several) > 1)
-        or (joins and "properties" in schema)
+        or bool(_JOINED & keywords and _MEMBERS & keywords)
     )

@@ -161,7 +161,7 @@ async def test_batches_of_a_model_that_is_down_keep_no_others_waiting(
     runner = BatchRunner(router, lambda: store, send_nothing, 10**6)
     running = asyncio.create_task(runner.run_held_rows())
     async with asyncio.timeout(60):
-        while (await store.find_batch("batch_1", "")).status != "completed":  # noqa: ASYNC110
+        while (await store.find_batch("batch_1", "")).status != "completed":  # noqa: ASYNC110 - polled
             await asyncio.sleep(0.02)
     assert (await store.find_batch("batch_down", "")).status == "in_progress"
     running.cancel()
