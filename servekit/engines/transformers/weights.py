@@ -103,6 +103,17 @@ def load_model(
             f"The files of {spec.model} have no {missing[0]}, and lack {len(missing)} tensors in"
             " all; the library would go on with random weights."
         )
+    _require_devices(model, spec, device)
+    if plan.over_ranks(spec):
+        model._device_mesh = None  # otherwise the library's batching would schedule in every rank
+    model.eval()  # type: ignore[no-untyped-call]  # the library leaves it untyped
+    return model
+
+
+def _require_devices(
+    model: transformers.PreTrainedModel, spec: WorkerSpec, device: torch.device
+) -> None:
+    """Raise LoadError if parameters are on other devices than the model's."""
     wanted = {str(each) for each in _list_devices(spec, device)}
     strays = {str(tensor.device) for tensor in model.parameters()} - wanted
     if "meta" in strays:
@@ -111,10 +122,6 @@ def load_model(
         raise LoadError(
             f"Parameters of {spec.model} landed on {', '.join(strays)}, not {', '.join(wanted)}."
         )
-    if plan.over_ranks(spec):
-        model._device_mesh = None  # otherwise the library's batching would schedule in every rank
-    model.eval()  # type: ignore[no-untyped-call]  # the library leaves it untyped
-    return model
 
 
 def _find_missing(
