@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Locator, expect
+from playwright.sync_api import Browser, Locator, Route, TimeoutError, expect
 
 from tests.api_keys import new_key
 from tests.integration.instance import Instance, echo
@@ -176,6 +176,27 @@ def test_a_call_is_declined_and_another_stopped(chat: Chat, tmp_path: Path) -> N
     chat.until_ended()
     expect(chat.calls.locator("i")).to_have_text("declined")
     expect(chat[".sk-retry"]).to_be_visible()
+
+
+def test_a_question_waits_until_the_new_chat_is_shown(chat: Chat) -> None:
+    held: list[Route] = []
+
+    def hold_show(route: Route) -> None:
+        data = json.loads(route.request.post_data or "{}")["data"]
+        if len(data) == 1 and "isShown" in str(data):
+            held.append(route)
+        else:
+            route.continue_()
+
+    chat.page.route("**/run/predict*", hold_show)
+    chat.press("New chat")
+    with pytest.raises(TimeoutError), chat.page.expect_request("**/queue/join*", timeout=500):
+        chat.ask("at once")
+    [show] = held
+    show.continue_()
+    expect(chat["#sk-chat .bot-row .md"]).to_have_text("at once")
+    chat.until_ended()
+    expect(chat["#sk-chat .user-row"]).to_have_count(1)
 
 
 @pytest.mark.lane("pages")

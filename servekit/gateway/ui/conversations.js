@@ -5,6 +5,7 @@
 (() => {
   const { settle, run, readDataUri, makeId } = servekitStore;
   const HERE = "servekit.conversation"; // in sessionStorage: the one of this tab
+  const SHOWN_WITHIN_MS = 5000; // a server that is gone shows nothing
   const listed = new Map(); // id to { id, title, at }
   const numbers = new Map(); // id to the number of the last save that this tab has seen
   const beside = new Map(); // id to the id that this tab saves it under
@@ -102,7 +103,14 @@
     draw();
     find("#sk-show").click();
   };
-  const take = () => JSON.stringify({ ...current, isShown: true });
+  let taken = 0;
+  let shown = null; // resolves when the page shows what was taken last
+  let tellShown = () => {};
+  const take = () => {
+    taken += 1;
+    shown ??= new Promise((resolve) => (tellShown = resolve));
+    return JSON.stringify({ ...current, isShown: taken });
+  };
   const begin = () => {
     remember(makeNew());
     complain("");
@@ -122,6 +130,10 @@
   let last = Promise.resolve(); // one save at a time
   const keep = (kept) => {
     const { id: given, turns, isShown } = JSON.parse(kept || "{}");
+    if (isShown === taken) {
+      tellShown();
+      shown = null;
+    }
     if (!given || deleted.has(given)) return;
     if (isShown) { // it comes from the store, which may have a later one by now
       if (given === current.id) servekitImages.keep(turns, true);
@@ -137,11 +149,15 @@
       find("#sk-show").click(); // the last words of an answer that was left
     }
   };
-  const pack = async (withPicked) =>
-    JSON.stringify({ id: current.id, ...(await servekitImages.pack(current.turns, withPicked)) });
+  const pack = async (withPicked) => {
+    const wait = new Promise((resolve) => setTimeout(resolve, SHOWN_WITHIN_MS));
+    // else the server would drop the answer when it shows the conversation later
+    await Promise.race([shown, wait]);
+    return JSON.stringify({ id: current.id, ...(await servekitImages.pack(current.turns, withPicked)) });
+  };
   const undo = () => {
     servekitImages.undo(current.turns);
-    return take();
+    return JSON.stringify(current);
   };
   window.servekitChats = { start, take, begin, keep, pack, undo };
 
