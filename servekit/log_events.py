@@ -72,6 +72,7 @@ EVENTS = {
     "process_exited": "The process ended and is [started again in {again_in_s} s|not started again]"
     ": {reason}",
     "worker_start_failed": "The worker's start broke off",
+    "supervision_failed": "Starting or watching the process broke off; it is started again",
     "process_start_failed": "The process could not start and is"
     " [tried again in {again_in_s} s|not tried again]: {reason}",
     "worker_draining": "The worker is to end; its requests have {at_most_s} s to finish",

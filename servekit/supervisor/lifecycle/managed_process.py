@@ -26,6 +26,7 @@ import msgspec
 import structlog
 
 from servekit.config.schema import ModelConfig
+from servekit.errors import describe_error
 from servekit.protocol.messages import (
     BootFailed,
     Drain,
@@ -254,7 +255,14 @@ class ManagedProcess(ABC, Generic[Incoming]):
         while await self._wait_for_start(after_s):
             self.restarts += lives > 0
             lives += 1
-            after_s = await self._live_once()
+            try:
+                after_s = await self._live_once()
+            except Exception as error:  # it must not end the instance
+                log.exception("supervision_failed", child=self.name)
+                self._died_of = f"servekit's supervision of it failed: {describe_error(error)}"
+                after_s = self.policy.after_s(fruitful=False)
+                if self.circuit is not None:
+                    self.circuit.died(self.name, self._died_of, fruitful=False, permanent=False)
         if self.circuit is not None:
             self.circuit.unregister(self.name)
         journal.record_event("stopped", worker=self.name)
@@ -424,11 +432,14 @@ class ManagedProcess(ABC, Generic[Incoming]):
             log.warning("servekit_upgraded", child=self.name)
         journal.record_event("started", worker=self.name, pid=child.pid)
         self.host.children_changed()
-        self.send_greeting()
         try:
+            self.send_greeting()
             exit_ = await self._until_exit(child)
             return None if self.ending else self._record_exit(exit_)
         finally:
+            if not child.exited.done():
+                child.kill("its supervision failed")
+                await asyncio.wait((child.exited,))
             self.child, self.rss_bytes = None, 0
             self.forget_child()
             self.host.children_changed()

@@ -219,6 +219,31 @@ async def test_boot_failures_in_a_row_are_given_up(play: Play) -> None:
     await stage.host.until(lambda: stage.replica.restarts == 3)
 
 
+@pytest.mark.parametrize("step", ["command", "send_greeting", "_describe_child"])
+async def test_a_fault_of_its_supervision_costs_one_life(
+    play: Play, step: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pids: list[int] = []
+
+    def fail(replica: WorkerProcess) -> None:
+        pids.append(replica.pid)
+        monkeypatch.undo()
+        raise ValueError("of a test")
+
+    monkeypatch.setattr(WorkerProcess, step, fail)
+    stage = play()
+    if step == "_describe_child":
+        await stage.until("ready")
+        os.kill(stage.replica.pid, signal.SIGKILL)
+    await stage.host.until(lambda: stage.replica.restarts == 1)
+    await stage.until("ready")
+    assert stage.replica.reason == "servekit's supervision of it failed: ValueError: of a test"
+    assert stage.replica.pid not in pids
+    assert not pids[0] or procfs.read_process(pids[0]) is None
+    out, err = capfd.readouterr()
+    assert "supervision_failed" in out + err
+
+
 async def test_the_end_may_come_while_it_starts(play: Play) -> None:
     stage = play(load_s=600)
     await stage.until("starting")
