@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from servekit.cli.service.command import write_unit
+from servekit.errors import ConfigError
 from tests.integration.booted import ROOT, UNIT, Machine, why_not
 from tests.integration.instance import echo
 from tests.polling import poll
@@ -36,6 +37,19 @@ def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path: Path) -> None:
     unit.write_text(UNIT.read_text().replace("/opt/servekit/bin/servekit", "/bin/true"))
     done = analyze("verify", "--man=no", str(unit))
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@needs_analyze
+def test_a_unit_starts_a_program_in_any_folder(tmp_path: Path) -> None:
+    program = tmp_path / "my $programs 100%n" / "servekit"
+    program.parent.mkdir()
+    program.symlink_to("/bin/true")
+    unit = tmp_path / UNIT.name
+    unit.write_text(write_unit(tmp_path / "a.yaml", program, user=True))
+    done = analyze("verify", "--man=no", str(unit))
+    assert (done.returncode, done.stderr) == (0, "")
+    with pytest.raises(ConfigError, match="with quotes or backslashes"):
+        write_unit(tmp_path / "a.yaml", tmp_path / 'my "programs"' / "servekit", user=True)
 
 
 @needs_analyze
@@ -136,7 +150,9 @@ AS_USER = (
 
 @pytest.mark.lane("surroundings")
 def test_the_unit_of_a_user_serves_reloads_and_stops(machine: Machine) -> None:
-    program, config = Path("/opt/servekit/bin/servekit"), Path("/etc/servekit/servekit.yaml")
+    program = Path("/opt/servekit/bin/servekit")
+    config = Path("/etc/servekit/a \"b\" \\c $d ${e} %n 'f'.yaml")
+    machine.run("ln", "-s", "/etc/servekit/servekit.yaml", str(config))
     (machine.folder / "user.service").write_text(write_unit(config, program, user=True))
     machine.config.write_text(settings())
     begun = machine.run("bash", "-ec", MANAGER)

@@ -66,7 +66,11 @@ def find_program() -> Path:
 
 
 def write_unit(config: Path, program: Path, *, user: bool, profile: str = "") -> str:
-    """Return the text of the unit. Raises ConfigError if its sandbox would hide a file."""
+    """Return the text of the unit. Raises ConfigError if it could not start or read a file."""
+    if set(str(program)) & set("\"'\\"):
+        raise ConfigError(
+            f"{program}: systemd starts no program with quotes or backslashes in its path; move it"
+        )
     text = _UNIT.read_text()
     head = text[text.index("[Unit]") :]
     if user:
@@ -79,7 +83,8 @@ def write_unit(config: Path, program: Path, *, user: bool, profile: str = "") ->
                     f"{_PROGRAM}, the file to {_CONFIG}), or write a unit of this user with --user"
                 )
     option = f" --profile {_quote(profile)}" if profile else ""
-    served = head.replace(_PROGRAM, _quote(program)).replace(_CONFIG, _quote(config) + option)
+    arguments = f"{_quote(config)}{option}".replace("$", "$$")  # of a program it is no variable
+    served = head.replace(_PROGRAM, _quote(program)).replace(_CONFIG, arguments)
     return f"# Written by `servekit service install`.\n\n{served}"
 
 
@@ -97,7 +102,7 @@ def _without_sandbox(text: str) -> str:
 
 def _quote(word: Path | str) -> str:
     """Quote a word for ExecStart=; source: systemd.service(5), command lines."""
-    text = str(word).replace("%", "%%").replace("$", "$$")
+    text = str(word).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     return text if shlex.quote(text) == text else f'"{text}"'
 
 
