@@ -295,3 +295,26 @@ def test_a_killed_supervisor_is_followed_by_one_that_goes_on(tmp_path: Path) -> 
             assert opened.type == "response.created"
             after = events[-1].sequence_number
             check(events + go_on(client_of(second), opened.response.id, after), 200)
+
+
+def test_a_client_that_follows_is_told_where_to_go_on_after_a_shutdown(tmp_path: Path) -> None:
+    server: dict[str, Any] = {"store_responses": {}, "drain_timeout_s": 1}
+    with Instance.up(tmp_path, MODELS, server=server) as first:
+        first.until_settled()
+        stream = begin(client_of(first), 200)
+        opened = next(stream)
+        assert opened.type == "response.created"
+        events: list[ResponseStreamEvent] = []
+        for event in client_of(first).responses.retrieve(opened.response.id, stream=True):
+            events.append(event)
+            if len(events) == 20:
+                first.process.terminate()
+        said, after = events.pop(), events[-1].sequence_number
+        assert (said.type, said.sequence_number) == ("error", after + 1)
+        assert said.message.endswith(f"go on with starting_after={after}")
+        assert list(stream)[-1].type == "error"
+        first.process.wait()
+        assert "Traceback" not in first.log
+        with Instance.up(tmp_path, MODELS, server=server) as second:
+            second.until_settled()
+            check(events + go_on(client_of(second), opened.response.id, after), 200)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextvars import ContextVar
@@ -15,7 +16,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response as Reply
 from fastapi.responses import StreamingResponse
 
-from servekit.errors import RequestError, Unsupported
+from servekit.errors import ModelUnavailable, RequestError, Unsupported
 from servekit.gateway.api.endpoint import Answer, GenerationEndpoint, begin_stream
 from servekit.gateway.api.images import list_media
 from servekit.gateway.api.openai.response import new_id
@@ -43,14 +44,19 @@ from servekit.gateway.generation.stream_writer import ResponseEncoder
 from servekit.gateway.http.asgi import EVENT_STREAM, ASGIApp
 from servekit.gateway.http.response import Handler
 from servekit.gateway.routing.adapter_route import base_of
-from servekit.gateway.routing.router import Router
+from servekit.gateway.routing.router import IncompleteRequest, Router
 from servekit.protocol.access import ResponseStorage
 from servekit.protocol.messages import SamplingParams
 
 if TYPE_CHECKING:
     from servekit.gateway.api.openai.background_stream import BackgroundStream
     from servekit.gateway.storage.background_store import BackgroundStore
-    from servekit.gateway.storage.response_store import ResponseStore, StoredResponse, StreamPart
+    from servekit.gateway.storage.response_store import (
+        ResponseStore,
+        StoredResponse,
+        StreamPart,
+        StreamState,
+    )
 
 _encode = msgspec.json.Encoder().encode
 _ITEM_IDS = {
@@ -227,26 +233,41 @@ class Responses:
                 " stream; read it whole",
                 param="stream",
             )
+        stopping = asyncio.Event()
+        held = IncompleteRequest(0, lambda _: stopping.set())
+        self._router.hold_incomplete(held)
+        try:
+            async for part in self._stream_stored(id, owner, after, state, stopping):
+                yield part
+        finally:
+            self._router.release_incomplete(held)
+
+    async def _stream_stored(
+        self, id: str, owner: str, after: int, state: StreamState | None, stopping: asyncio.Event
+    ) -> AsyncIterator[bytes]:
         yield b""  # the client learns that it is heard
         told_s, pause_s = time.monotonic(), _FOLLOW_EVERY_S
-        while True:
+        while state is not None:
             for part in state.parts:
                 yield _events_after(part, after)
                 after, told_s, pause_s = part.last, time.monotonic(), _FOLLOW_EVERY_S
             if state.done:
                 return
+            if stopping.is_set():
+                said = f"servekit shuts down; when it is back, go on with starting_after={after}"
+                yield _encode_error_event(after + 1, ModelUnavailable.code, said)
+                return
             if time.monotonic() > told_s + _SILENCE_S:
                 told_s = time.monotonic()
                 yield b": waiting\n\n"  # proxies end a silent connection
             if not state.parts:
-                await asyncio.sleep(pause_s)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause_s):
+                        await stopping.wait()
                 pause_s = min(pause_s * 1.2, _FOLLOW_AT_LEAST_S)
             state = await self._store.read_stream(id, owner, after)
-            if state is None:
-                yield _encode_error_event(
-                    after + 1, "stream_gone", "the stream is kept no longer; read the response"
-                )
-                return
+        said = "the stream is kept no longer; read the response"
+        yield _encode_error_event(after + 1, "stream_gone", said)
 
     def _keep(self, encoder: ResponsesEncoder, owner: str, response: bytes) -> None:
         size_bytes = len(response) + encoder.size_bytes
