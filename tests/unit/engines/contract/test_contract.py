@@ -356,6 +356,7 @@ def test_who_leaves_frees_a_slot_and_is_not_heard_of_again(
     for job in jobs:
         engine.engine.cancel(job)
     assert engine.alike(engine.tokens(waits), reference)
+    assert_well(engine, reference)  # the step in which they were cancelled is over
     said = [len(engine.outputs.get(job, ())) for job in jobs]
     assert_well(engine, reference)
     assert [len(engine.outputs.get(job, ())) for job in jobs] == said
