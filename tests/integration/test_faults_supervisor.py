@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from servekit.protocol.messages import ReplicaStatus
-from tests.integration.instance import PROGRAM, Instance, echo, write_config
+from tests.integration.instance import PROGRAM, Instance, echo, stream_completion, write_config
 
 
 def cli(instance: Instance, *args: str) -> subprocess.CompletedProcess[str]:
@@ -85,6 +85,7 @@ def stalling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
         {**echo(name, hang_on="poison", hang_holding_gil=name == "gil"), "stall_timeout_s": 1.0}
         for name in ("hung", "gil", "stopped")
     ]
+    models.append({**echo("slow", step_s=0.02), "stall_timeout_s": 1.0})
     with Instance.up(tmp_path_factory.mktemp("stalling"), models) as instance:
         instance.until_settled()
         yield instance
@@ -115,6 +116,21 @@ def test_a_worker_that_stalls_is_replaced_and_told_of(stalling: Instance, how: s
     assert death["what"] == reason
     assert any("echo/engine.py" in line for line in death["stacks"]) == (how != "stopped")
     assert complete(url, how).status_code == 200
+
+
+@pytest.mark.parametrize("command", ["restart", "sleep"])
+def test_a_worker_that_stalls_over_its_last_requests_loses_none(
+    stalling: Instance, command: str
+) -> None:
+    worker = replicas(stalling, "slow")[0]
+    stream = stream_completion(stalling.url, model="slow", prompt="abc", max_tokens=150)
+    text = next(stream)
+    assert cli(stalling, command, "slow", "--no-wait").returncode == 0
+    left = "draining" if command == "restart" else "asleep"
+    stalling.until(f"it is {left}", lambda: (worker.name, left) in names(stalling, "slow"))
+    os.kill(worker.pid, signal.SIGSTOP)
+    assert text + "".join(stream) == "abc" * 50
+    assert worker.pid not in pids(stalling, "slow")
 
 
 @pytest.mark.lane("long")

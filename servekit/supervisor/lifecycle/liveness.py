@@ -3,9 +3,10 @@
     state      condition                                          verdict
     starting,  its load has reported nothing for > `load_s`       stalled
     loading    a ping is unanswered for > `load_s`                silent
-    ready      its engine has work, no progress for > `stall_s`   stalled
-               a ping is unanswered for > `stall_s`               silent
-    asleep     a ping is unanswered for > `load_s`                silent (copying gigabytes of
+    ready,     its engine has work, no progress for > `stall_s`   stalled
+    draining   a ping is unanswered for > `stall_s`               silent
+    asleep     likewise, while it finishes its requests
+               a ping is unanswered for > `load_s`                silent (copying gigabytes of
                                                                   weights may hold it up)
     others     any                                                none: it is ending
     any        the supervisor was suspended a moment ago          none: its clock ran on, too
@@ -83,18 +84,19 @@ class Liveness:
 
     def verdict(self, state: WorkerState, timeouts: Timeouts, now: float) -> str:
         """Return the reason to end the worker, as a sentence; "" if there is none."""
-        if now < self._forgiven_until or state not in ("starting", "loading", "ready", "asleep"):
+        loads = state in ("starting", "loading")
+        serves = state in ("ready", "draining") or (state == "asleep" and self.last.running > 0)
+        if now < self._forgiven_until or not (loads or serves or state == "asleep"):
             return ""
-        ready = state == "ready"
-        limit_s = timeouts.stall_s if ready else timeouts.load_s
-        if self.last.progress_age_s > limit_s and state != "asleep":
+        limit_s = timeouts.stall_s if serves else timeouts.load_s
+        if self.last.progress_age_s > limit_s and (loads or serves):
             running = _count_requests(self.last.running)
-            what = f"with {running} running" if ready else "while loading"
+            what = "while loading" if loads else f"with {running} running"
             return f"stalled: no progress for {self.last.progress_age_s:.1f} s {what}"
         silent_s = self.silent_s(now)
         if silent_s > limit_s:
             return f"silent: no answer to a ping for {silent_s:.1f} s" + (
-                " while loading" if state in ("starting", "loading") else ""
+                " while loading" if loads else ""
             )
         return ""
 

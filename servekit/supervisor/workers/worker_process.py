@@ -102,6 +102,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         self.timings_s: dict[str, float] = {}
         self.liveness = Liveness(time.monotonic())
         self._pings = 0
+        self._given_up = False
         self._killing: asyncio.Task[None] | None = None
         self._coming_up: asyncio.Task[None] | None = None
         self._admission: asyncio.Task[None] | None = None
@@ -225,7 +226,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
     def forget_child(self) -> None:
         if self._socket is not None:
             self._socket.unlink(missing_ok=True)
-        self._socket, self._loads = None, None
+        self._socket, self._loads, self._given_up = None, None, False
         self.liveness = Liveness(time.monotonic())
         self.gpu.reset_figures()
         self._wary = self._ready_at is None
@@ -300,24 +301,30 @@ class WorkerProcess(ManagedProcess[FromWorker]):
     def check_health(self) -> None:
         """Ping it, and end it if it makes no progress. Called at each tick."""
         super().check_health()
-        if self.child is None or self.state == "stalled":
+        if self.child is None or self.state == "stalled" or self._given_up:
             return
         now, timeouts = time.monotonic(), self._timeouts()
         if self.liveness.due(now, min(_PING_EVERY_S, timeouts.stall_s / 4, timeouts.load_s / 4)):
             self._ping()
-        cause = "" if self.ending else self.liveness.verdict(self.state, timeouts, now)
-        if cause:
+        cause = self.liveness.verdict(self.state, timeouts, now)
+        if cause and self.state == "draining":  # others can finish its requests
+            self._kill_stalled(self.child, cause)
+        elif cause:
             self.give_up(cause)
 
     def give_up(self, cause: str) -> None:
-        """Kill a worker that has stalled, after a stack dump."""
-        if self.child is None or self.ending or not self.change_state("stall", cause):
-            return
+        """Kill a worker that has stalled, unless it is to end anyway."""
+        if self.child is not None and not self.ending and self.change_state("stall", cause):
+            self._kill_stalled(self.child, cause)
+
+    def _kill_stalled(self, child: AnyChild[FromWorker], cause: str) -> None:
+        """Kill the worker after a stack dump."""
+        self._given_up = True
         log.error("process_stalled", child=self.name, pid=self.pid, reason=cause)
         journal.record_event("stalled", cause, worker=self.name, pid=self.pid)
         self._loads = None
         self.stalls += 1
-        self._killing = self._loop.create_task(self.child.dump_and_kill(cause))
+        self._killing = self._loop.create_task(child.dump_and_kill(cause))
 
     def forgive_suspension(self) -> None:
         """Restart its timers: the supervisor was suspended and could read no answer."""

@@ -31,7 +31,8 @@ def pulse(age_s: float = 0.0, running: int = 0) -> Liveness:
         ("loading", 100.1, "stalled: no progress for 100.1 s while loading"),
         ("starting", 100.1, "stalled: no progress for 100.1 s while loading"),
         ("stalled", 1000.0, ""),
-        ("draining", 1000.0, ""),
+        ("draining", 12.34, "stalled: no progress for 12.3 s with 3 requests running"),
+        ("asleep", 12.34, "stalled: no progress for 12.3 s with 3 requests running"),
         ("backoff", 1000.0, ""),
     ],
 )
@@ -46,7 +47,9 @@ def test_no_progress(state: WorkerState, age_s: float, words: str) -> None:
         ("ready", 10.1, "silent: no answer to a ping for 10.1 s"),
         ("loading", 99.0, ""),
         ("loading", 100.5, "silent: no answer to a ping for 100.5 s while loading"),
-        ("draining", 1000.0, ""),
+        ("draining", 10.1, "silent: no answer to a ping for 10.1 s"),
+        ("asleep", 99.0, ""),
+        ("stalled", 1000.0, ""),
     ],
 )
 def test_silence(state: WorkerState, after_s: float, words: str) -> None:

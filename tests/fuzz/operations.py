@@ -1,0 +1,419 @@
+"""`python -m tests.fuzz.operations`: an operator who does anything at any time, beside clients.
+
+--seed 1        of the first run; each later run has the next one
+--runs 1        instances, one after another
+--steps 60      acts of the operator in each
+--clients 6     that stream completions all the while
+--keep          stay, and print the folder, when something was wrong
+
+The operator edits the file and reloads it, twice at once or in the middle of a change; loads,
+sleeps, wakes, restarts; workers are killed or stopped below their supervisor. A model that was in
+the file all the time that a request took must answer it, whole. At the end all that the file says
+must be so, and nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.integration.instance import Instance, echo
+
+#: In the file from the beginning to the end.
+STABLE = ("a", "b")
+COMING = ("c", "d", "e")
+ADAPTERS = ("x", "y")
+#: Words of the log that a fault of servekit's leaves.
+FAULTS = (
+    "Traceback",
+    "tick_failed",
+    "supervision_failed",
+    "model_change_failed",
+    "never retrieved",
+)
+SETTLED_WITHIN_S = 90.0
+
+
+@dataclass
+class Asked:
+    """A request: its model, when it ran, and what came of it."""
+
+    model: str
+    began: float
+    ended: float = 0.0
+    problem: str = ""
+
+
+@dataclass
+class World:
+    """The file as it stands, and what was done to whom."""
+
+    rng: random.Random
+    instance: Instance
+    folder: Path
+    file: dict[str, Any]
+    models: dict[str, dict[str, Any]]
+    lacked: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    absent_since: dict[str, float] = field(default_factory=dict)
+    deaths: list[tuple[str, float]] = field(default_factory=list)
+    acts: list[str] = field(default_factory=list)
+    over: threading.Event = field(default_factory=threading.Event)
+    asked: list[Asked] = field(default_factory=list)
+
+    def names(self) -> list[str]:
+        adapters = [one["name"] for model in self.models.values() for one in model["adapters"]]
+        return [*self.models, *adapters]
+
+    def write(self) -> None:
+        self.file["models"] = list(self.models.values())
+        path = self.folder / "servekit.yaml"
+        path.with_suffix(".new").write_text(json.dumps(self.file, indent=1))
+        path.with_suffix(".new").replace(path)
+
+    def remove(self, name: str) -> None:
+        self.absent_since.setdefault(name, time.monotonic())
+
+    def add(self, name: str, settled: float) -> None:
+        since = self.absent_since.pop(name, None)
+        if since is not None:
+            self.lacked.setdefault(name, []).append((since, settled))
+
+    def was_there(self, asked: Asked) -> bool:
+        """Whether the file had the model from the request's first moment to its last."""
+        since = self.absent_since.get(asked.model)
+        if since is not None and since <= asked.ended:
+            return False
+        gaps = self.lacked.get(asked.model, [])
+        return not any(begin <= asked.ended and asked.began <= end for begin, end in gaps)
+
+    def deaths_during(self, asked: Asked) -> int:
+        return sum(asked.began - 5 <= at <= asked.ended for _, at in self.deaths)
+
+
+def ask(world: World, url: str, rng: random.Random) -> None:
+    """Stream one completion and check each of its characters."""
+    name = rng.choice([*STABLE, *STABLE, *world.names()])
+    prompt = "".join(rng.choices("abcdefgh ", k=rng.randint(3, 30))) + "."
+    tokens = rng.choice([1, 5, 40, 150])
+    asked = Asked(name, time.monotonic())
+    body = {"model": name, "prompt": prompt, "max_tokens": tokens, "stream": True}
+    text, finish = "", ""
+    try:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
+            if answer.status_code != 200:
+                asked.problem = f"{answer.status_code} {answer.read().decode()[:300]}"
+            else:
+                for line in answer.iter_lines():
+                    if not line.startswith("data: {"):
+                        continue
+                    event = json.loads(line[6:])
+                    if "error" in event:
+                        asked.problem = f"in the stream: {event['error']}"
+                        break
+                    for choice in event["choices"]:
+                        text += choice["text"]
+                        finish = choice["finish_reason"] or finish
+    except httpx.HTTPError as error:
+        asked.problem = repr(error)
+    asked.ended = time.monotonic()
+    expected = (prompt * tokens)[:tokens]
+    if not asked.problem and (text.lower() != expected or finish != "length"):
+        asked.problem = f"{text!r} ({finish}) instead of {expected!r}"
+    world.asked.append(asked)
+
+
+def run_client(world: World, url: str, seed: int) -> None:
+    rng = random.Random(seed)
+    while not world.over.is_set():
+        ask(world, url, rng)
+        world.over.wait(rng.choice([0, 0, 0.05, 0.3]))
+
+
+# ---------------------------------------------------------------- the operator
+
+
+def make_model(world: World, name: str) -> dict[str, Any]:
+    rng = world.rng
+    model = echo(name, step_s=rng.choice([0, 0.01]), load_s=rng.choice([0, 0.3, 1.0]))
+    model |= {"replicas": rng.choice([1, 2]), "stall_timeout_s": 2, "adapters": []}
+    if rng.random() < 0.5:
+        model |= {"load": "on_demand", "memory": rng.choice(["20%", "40%", "60%"]), "replicas": 1}
+        if rng.random() < 0.5:
+            model["idle_unload_s"] = 1.0
+        if rng.random() < 0.3:
+            model["idle_sleep_s"] = 0.5
+    elif rng.random() < 0.3:
+        model["replicas"] = {"min": 1, "max": 3}
+    return model
+
+
+def edit_file(world: World) -> str:
+    """Change the file in one or two places."""
+    rng = world.rng
+    told = []
+    for _ in range(rng.choice([1, 1, 2])):
+        name = rng.choice([*STABLE, *COMING])
+        there = name in world.models
+        if name in COMING and (not there or rng.random() < 0.4):
+            if there:
+                for one in (name, *(a["name"] for a in world.models[name]["adapters"])):
+                    world.remove(one)
+                del world.models[name]
+            else:
+                world.models[name] = make_model(world, name)
+            told.append(f"{'-' if there else '+'}{name}")
+            continue
+        model = world.models[name]
+        match rng.choice(["options", "replicas", "adapter", "order", "whole"]):
+            case "options":
+                model["options"] = {
+                    "step_s": rng.choice([0, 0.01, 0.02]),
+                    "load_s": rng.choice([0, 0.5]),
+                }
+            case "replicas" if model.get("load") != "on_demand":
+                model["replicas"] = rng.choice([1, 2, 3])
+            case "adapter" if model.get("load") != "on_demand":
+                flip_adapter(world, name)
+            case "order":
+                world.models = dict(rng.sample(list(world.models.items()), len(world.models)))
+            case _:
+                kept = model["adapters"]
+                world.models[name] = make_model(world, name) | {"adapters": kept}
+        told.append(name)
+    return " ".join(told)
+
+
+def flip_adapter(world: World, name: str) -> None:
+    adapters = world.models[name]["adapters"]
+    adapter = f"{name}-{world.rng.choice(ADAPTERS)}"
+    if known := [one for one in adapters if one["name"] == adapter]:
+        adapters.remove(known[0])
+        world.remove(adapter)
+    else:
+        adapters.append({"name": adapter, "path": str(world.folder / "adapter")})
+
+
+def reload(world: World) -> str:
+    told = edit_file(world)
+    world.write()
+    done = world.instance.run("reload")
+    if done.returncode:
+        raise AssertionError(f"reload refused: {done.stderr}")
+    come_back(world)
+    return f"reload {told}"
+
+
+def come_back(world: World) -> None:
+    """Note that what the file has is there, once a reload has taken it."""
+    for name in world.names():
+        if name in world.absent_since:
+            world.add(name, time.monotonic() + 30)  # it loads
+
+
+def reload_twice(world: World) -> str:
+    told = edit_file(world)
+    world.write()
+    first = threading.Thread(target=world.instance.run, args=("reload",))
+    first.start()
+    told += " then " + reload(world)
+    first.join()
+    return told
+
+
+def reload_nonsense(world: World) -> str:
+    path = world.folder / "servekit.yaml"
+    text = path.read_text()
+    path.write_text(
+        world.rng.choice([text[: len(text) // 2], "[]", text.replace('"echo"', '"ecko"', 1)])
+    )
+    done = world.instance.run("reload")
+    path.write_text(text)
+    if done.returncode == 0:
+        raise AssertionError(f"nonsense was taken: {done.stdout}")
+    return "nonsense"
+
+
+def hang_up(world: World) -> str:
+    told = edit_file(world)
+    world.write()
+    world.instance.signal(signal.SIGHUP)
+    come_back(world)
+    return f"SIGHUP {told}"
+
+
+def command(world: World) -> str:
+    name = world.rng.choice(list(world.models))
+    word = world.rng.choice(["load", "sleep", "wake", "restart", "restart"])
+    more = ["--no-wait"] if world.rng.random() < 0.7 else []
+    done = world.instance.run(word, name, *more)
+    return f"{word} {name} {' '.join(more)}: {(done.stdout + done.stderr).strip()[:90]}"
+
+
+def hurt(world: World) -> str:
+    """Kill or stop a worker below the supervisor."""
+    workers = [
+        (model.name, one.name, one.pid)
+        for model in world.instance.status().models
+        for one in model.replicas
+        if one.pid
+    ]
+    if not workers:
+        return "nobody to kill"
+    model, name, pid = world.rng.choice(workers)
+    number = world.rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
+    world.deaths.append((model, time.monotonic()))
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+    return f"{number.name} {name}"
+
+
+ACTS = (
+    reload,
+    reload,
+    reload,
+    reload_twice,
+    reload_nonsense,
+    hang_up,
+    command,
+    command,
+    hurt,
+    hurt,
+)
+
+
+# ---------------------------------------------------------------- the verdict
+
+
+def find_wrong(world: World) -> Iterator[str]:
+    for asked in world.asked:
+        if asked.problem and world.was_there(asked):
+            deaths = world.deaths_during(asked)
+            if deaths >= 2 and "quarantine" in asked.problem:
+                continue
+            yield (
+                f"{asked.model} at {asked.began:.2f} to {asked.ended:.2f}, {deaths} deaths:"
+                f" {asked.problem}"
+            )
+    yield from (f"the log has {word}" for word in FAULTS if word in world.instance.log)
+
+
+def find_unsettled(world: World) -> str:
+    """Return what is not as the file says; "" if all is."""
+    status = world.instance.status()
+    if sorted(model.name for model in status.models) != sorted(world.models):
+        return f"models {[model.name for model in status.models]}, not {list(world.models)}"
+    for model in status.models:
+        given = world.models[model.name]
+        states = [one.state for one in model.replicas]
+        least = given["replicas"] if isinstance(given["replicas"], int) else 1
+        if (
+            given.get("load") != "on_demand"
+            and states.count("ready") + states.count("asleep") < least
+        ):
+            return f"{model.name}: {states}, of {given['replicas']}"
+        found = sorted(one.name for one in model.adapters if one.state == "serving")
+        if given.get("load") != "on_demand" and found != sorted(
+            a["name"] for a in given["adapters"]
+        ):
+            return f"{model.name}: adapters {found}, of {given['adapters']}"
+    return ""
+
+
+def run(seed: int, steps: int, clients: int, folder: Path) -> list[str]:
+    rng = random.Random(seed)
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "adapter_config.json").write_text("{}")
+    start = [
+        {**echo(name, step_s=0.01), "replicas": 2, "adapters": [], "stall_timeout_s": 2}
+        for name in STABLE
+    ]
+    server = {"gateways": 2}
+    with Instance.up(folder, start, server=server) as instance:
+        instance.until_settled()
+        file = json.loads((folder / "servekit.yaml").read_text())
+        world = World(rng, instance, folder, file, {one["name"]: one for one in start})
+        for name in (*COMING, *(f"{one}-{a}" for one in (*STABLE, *COMING) for a in ADAPTERS)):
+            world.absent_since[name] = 0.0
+        url = instance.url
+        threads = [
+            threading.Thread(target=run_client, args=(world, url, seed * 1000 + at))
+            for at in range(clients)
+        ]
+        for thread in threads:
+            thread.start()
+        wrong = []
+        try:
+            for _ in range(steps):
+                world.acts.append(f"{time.monotonic():.2f} {rng.choice(ACTS)(world)}")
+                time.sleep(rng.choice([0, 0.1, 0.5, 1.5]))
+        except AssertionError as error:
+            wrong.append(str(error))
+        with contextlib.suppress(AssertionError):
+            instance.until(
+                "all is as the file says", lambda: not find_unsettled(world), SETTLED_WITHIN_S
+            )
+        if unsettled := find_unsettled(world):
+            wrong.append(f"not settled: {unsettled}")
+        for name in world.names():
+            last = Asked(name, time.monotonic())
+            body = {"model": name, "prompt": "end", "max_tokens": 3}
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+            if answer.status_code != 200:
+                wrong.append(f"at the end {last.model}: {answer.text[:300]}")
+        world.over.set()
+        for thread in threads:
+            thread.join()
+        wrong += find_wrong(world)
+        done = len([one for one in world.asked if not one.problem])
+        print(f"seed {seed}: {steps} acts, {done} of {len(world.asked)} requests answered")
+        instance.signal(signal.SIGTERM)
+        if (code := instance.wait(60)) != 0:
+            wrong.append(f"exit code {code}")
+        if left := instance.survivors():
+            wrong.append(f"left behind: {left}")
+        if wrong:
+            (folder / "acts").write_text("\n".join(world.acts))
+        return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--clients", type=int, default=6)
+    parser.add_argument("--keep", action="store_true")
+    args = parser.parse_args()
+    failed = 0
+    for seed in range(args.seed, args.seed + args.runs):
+        folder = Path(tempfile.mkdtemp(prefix="operations-"))
+        wrong = run(seed, args.steps, args.clients, folder)
+        for line in wrong[:20]:
+            print(f"  {line}")
+        failed += bool(wrong)
+        if wrong and args.keep:
+            print(f"  kept in {folder}")
+        else:
+            shutil.rmtree(folder)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
