@@ -10,7 +10,8 @@ import os
 import signal
 import ssl
 import sys
-from collections.abc import Generator
+import tempfile
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -150,3 +151,10 @@ def pytest_runtest_protocol(
         gc.collect()
         gc.freeze()
     return done
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder whose sockets have short paths, wherever the tests' own are."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)

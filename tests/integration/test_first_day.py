@@ -127,13 +127,6 @@ def test_a_start_that_fails_says_why_and_where_the_log_is(tmp_path: Path) -> Non
     assert "state/servekit/default.log" in done.stderr
 
 
-@pytest.fixture
-def short() -> Iterator[Path]:
-    """A folder whose sockets have short paths, wherever the tests' own are."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        yield Path(folder)
-
-
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
 def test_the_instance_of_a_conversation_ends_with_it(
     tmp_path: Path, short: Path, number: signal.Signals

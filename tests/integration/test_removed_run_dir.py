@@ -10,8 +10,6 @@ import os
 import shutil
 import signal
 import subprocess
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -77,13 +75,6 @@ def test_an_instance_goes_on_without_its_run_directory(tmp_path: Path) -> None:
         done = cli("down", "--run-dir", str(instance.run_dir))
         assert done.returncode == 0, done.stderr
         assert instance.process.wait(timeout=10) == 0
-
-
-@pytest.fixture
-def short() -> Iterator[Path]:
-    """A folder whose sockets have short paths, wherever the tests' own are."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        yield Path(folder)
 
 
 @pytest.mark.lane("long")

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -202,13 +201,6 @@ def test_a_home_of_another_user_is_not_written_to(tmp_path: Path) -> None:
     if os.getuid() == 0:
         os.chown(tmp_path, 12345, 12345)
         assert default_paths({"HOME": str(tmp_path)})[0] == own
-
-
-@pytest.fixture
-def short() -> Iterator[Path]:
-    """A folder whose sockets have short paths, wherever the tests' own are."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        yield Path(folder)
 
 
 def test_where_the_state_directory_cannot_be_used_another_is(short: Path) -> None:
