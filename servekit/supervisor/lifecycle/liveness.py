@@ -34,10 +34,14 @@ PARDONED_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """The timeouts of the model's section of the configuration, in seconds."""
+    """The timeouts of the model's section of the configuration, in seconds.
+
+    While it loads an adapter, its engine may make no progress for `load_s`.
+    """
 
     stall_s: float
     load_s: float
+    loads_adapter: bool = False
 
 
 class Liveness:
@@ -89,7 +93,8 @@ class Liveness:
         if now < self._forgiven_until or not (loads or serves or state == "asleep"):
             return ""
         limit_s = timeouts.stall_s if serves else timeouts.load_s
-        if self.last.progress_age_s > limit_s and (loads or serves):
+        step_s = max(limit_s, timeouts.load_s) if timeouts.loads_adapter else limit_s
+        if self.last.progress_age_s > step_s and (loads or serves):
             running = _count_requests(self.last.running)
             what = "while loading" if loads else f"with {running} running"
             return f"stalled: no progress for {self.last.progress_age_s:.1f} s {what}"

@@ -341,9 +341,8 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         self.child.send(Ping(self._pings))
 
     def _timeouts(self) -> Timeouts:
-        """Return its timeouts; while it loads an adapter, the longer one holds."""
         stall_s, load_s = self.model.stall_timeout_s, self.model.load_timeout_s
-        return Timeouts(max(stall_s, load_s) if self.admin.loads_adapter else stall_s, load_s)
+        return Timeouts(stall_s, load_s, self.admin.loads_adapter)
 
     # ---- adapters
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from servekit.protocol.messages import Pong, WorkerState
@@ -57,6 +59,15 @@ def test_silence(state: WorkerState, after_s: float, words: str) -> None:
     one.asked(50.0)
     one.asked(50.0 + after_s / 2)  # the oldest one counts
     assert one.verdict(state, TIMEOUTS, 50.0 + after_s) == words
+
+
+def test_an_adapter_may_take_as_long_as_a_model_but_pings_are_answered_meanwhile() -> None:
+    timeouts = replace(TIMEOUTS, loads_adapter=True)
+    assert pulse(99.0).verdict("ready", timeouts, 1.0) == ""
+    assert pulse(100.5).verdict("ready", timeouts, 1.0).startswith("stalled: no progress")
+    one = pulse(99.0)
+    one.asked(50.0)
+    assert one.verdict("ready", timeouts, 60.1).startswith("silent: no answer")
 
 
 def test_who_was_not_asked_owes_nothing() -> None:
