@@ -57,6 +57,7 @@ class Asked:
     began: float
     ended: float = 0.0
     problem: str = ""
+    is_cut: bool = False  # its connection
 
 
 @dataclass
@@ -101,8 +102,8 @@ class World:
         gaps = self.lacked.get(asked.model, [])
         return not any(begin <= asked.ended and asked.began <= end for begin, end in gaps)
 
-    def deaths_during(self, asked: Asked) -> int:
-        return sum(asked.began - 5 <= at <= asked.ended for _, at in self.deaths)
+    def deaths_during(self, asked: Asked) -> list[str]:
+        return [name for name, at in self.deaths if asked.began - 30 <= at <= asked.ended]
 
 
 def ask(world: World, url: str, rng: random.Random) -> None:
@@ -129,7 +130,7 @@ def ask(world: World, url: str, rng: random.Random) -> None:
                         text += choice["text"]
                         finish = choice["finish_reason"] or finish
     except httpx.HTTPError as error:
-        asked.problem = repr(error)
+        asked.problem, asked.is_cut = repr(error), isinstance(error, httpx.TransportError)
     asked.ended = time.monotonic()
     expected = (prompt * tokens)[:tokens]
     if not asked.problem and (text.lower() != expected or finish != "length"):
@@ -265,18 +266,13 @@ def command(world: World) -> str:
 
 
 def hurt(world: World) -> str:
-    """Kill or stop a worker below the supervisor."""
-    workers = [
-        (model.name, one.name, one.pid)
-        for model in world.instance.status().models
-        for one in model.replicas
-        if one.pid
-    ]
-    if not workers:
-        return "nobody to kill"
-    model, name, pid = world.rng.choice(workers)
+    """Kill or stop a worker, or at times a gateway, below the supervisor."""
+    status = world.instance.status()
+    processes = [(one.name, one.pid) for model in status.models for one in model.replicas] * 3
+    processes += [(one.name, one.pid) for one in status.gateways]
+    name, pid = world.rng.choice([one for one in processes if one[1]])
     number = world.rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
-    world.deaths.append((model, time.monotonic()))
+    world.deaths.append((name, time.monotonic()))
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
     return f"{number.name} {name}"
@@ -303,12 +299,12 @@ def find_wrong(world: World) -> Iterator[str]:
     for asked in world.asked:
         if asked.problem and world.was_there(asked):
             deaths = world.deaths_during(asked)
-            if deaths >= 2 and "quarantine" in asked.problem:
+            if len(deaths) >= 2 and "quarantine" in asked.problem:
                 continue
-            yield (
-                f"{asked.model} at {asked.began:.2f} to {asked.ended:.2f}, {deaths} deaths:"
-                f" {asked.problem}"
-            )
+            if asked.is_cut and any(name.startswith("gateway") for name in deaths):
+                continue
+            when = f"{asked.began:.2f} to {asked.ended:.2f}"
+            yield f"{asked.model} at {when}, deaths of {deaths}: {asked.problem}"
     yield from (f"the log has {word}" for word in FAULTS if word in world.instance.log)
 
 

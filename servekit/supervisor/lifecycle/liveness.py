@@ -4,14 +4,13 @@
     starting,  its load has reported nothing for > `load_s`       stalled
     loading    a ping is unanswered for > `load_s`                silent
     ready,     its engine has work, no progress for > `stall_s`   stalled
-    draining   a ping is unanswered for > `stall_s`               silent
-    asleep     likewise, while it finishes its requests
-               a ping is unanswered for > `load_s`                silent (copying gigabytes of
-                                                                  weights may hold it up)
+    asleep,    a ping is unanswered for > `stall_s`               silent
+    draining
     others     any                                                none: it is ending
     any        the supervisor was suspended a moment ago          none: its clock ran on, too
 
 A loading worker may be silent as long as its load may take: an import may hold the GIL for long.
+Adapters, sleep and wake take a thread, beside which pings are answered.
 The age of the engine's progress comes from the engine loop, and is 0 when it has nothing to do.
 """
 
@@ -89,12 +88,11 @@ class Liveness:
     def verdict(self, state: WorkerState, timeouts: Timeouts, now: float) -> str:
         """Return the reason to end the worker, as a sentence; "" if there is none."""
         loads = state in ("starting", "loading")
-        serves = state in ("ready", "draining") or (state == "asleep" and self.last.running > 0)
-        if now < self._forgiven_until or not (loads or serves or state == "asleep"):
+        if now < self._forgiven_until or not (loads or state in ("ready", "asleep", "draining")):
             return ""
-        limit_s = timeouts.stall_s if serves else timeouts.load_s
+        limit_s = timeouts.load_s if loads else timeouts.stall_s
         step_s = max(limit_s, timeouts.load_s) if timeouts.loads_adapter else limit_s
-        if self.last.progress_age_s > step_s and (loads or serves):
+        if self.last.progress_age_s > step_s:
             running = _count_requests(self.last.running)
             what = "while loading" if loads else f"with {running} running"
             return f"stalled: no progress for {self.last.progress_age_s:.1f} s {what}"

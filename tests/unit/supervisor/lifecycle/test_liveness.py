@@ -50,7 +50,7 @@ def test_no_progress(state: WorkerState, age_s: float, words: str) -> None:
         ("loading", 99.0, ""),
         ("loading", 100.5, "silent: no answer to a ping for 100.5 s while loading"),
         ("draining", 10.1, "silent: no answer to a ping for 10.1 s"),
-        ("asleep", 99.0, ""),
+        ("asleep", 10.1, "silent: no answer to a ping for 10.1 s"),
         ("stalled", 1000.0, ""),
     ],
 )
