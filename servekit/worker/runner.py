@@ -455,6 +455,7 @@ class Runner:
         for peer in peers:
             for request_id, job_id in list(peer.jobs.items()):
                 if job_id not in self._tasks:
+                    self.ward.withdraw(job_id)
                     peer.fail(request_id, WorkerLost("the engine died before this was its turn"))
             peer.close()
         with contextlib.suppress(TimeoutError):
