@@ -12,7 +12,7 @@ import os
 import secrets
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -244,7 +244,7 @@ class BatchStore(LeasedStore):
             with transaction(db):
                 for now in self._held(db, batch.id, "validating"):
                     if errors:
-                        now.record["errors"] = {"object": "list", "data": errors}
+                        now.record["errors"] = _list_errors(errors)
                     _set_status(db, now, "failed" if errors else "in_progress")
                     db.execute("UPDATE batches SET total = ? WHERE id = ?", (total, batch.id))
                     return not errors
@@ -274,7 +274,9 @@ class BatchStore(LeasedStore):
 
         return await self._run(save)
 
-    async def finish_batch(self, id: str, status: str, rules: BatchRules) -> None:
+    async def finish_batch(
+        self, id: str, status: str, rules: BatchRules, errors: Sequence[Json] = ()
+    ) -> None:
         """Write the files of a batch, which ends with this status, if this gateway holds it.
 
         They are written in a thread of their own: a large one takes longer than a lease, which is
@@ -296,6 +298,8 @@ class BatchStore(LeasedStore):
                         _add_file(db, file)
                         path.replace(self.path(file.id))
                         batch.record[f"{kind}_file_id"] = file.id
+                    if errors:
+                        batch.record["errors"] = _list_errors(errors)
                     if status == "completed":
                         batch.record["finalizing_at"] = int(time.time())
                     _set_status(db, batch, status)
@@ -368,6 +372,10 @@ def expiry(created: float, rules: BatchRules, after_s: float | None) -> float:
 
 def _encode(record: Json) -> str:
     return msgspec.json.encode(record).decode()
+
+
+def _list_errors(errors: Sequence[Json]) -> Json:
+    return {"object": "list", "data": errors}
 
 
 def _room(db: sqlite3.Connection, key: str, rules: BatchRules) -> int:
