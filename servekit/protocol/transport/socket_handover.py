@@ -74,7 +74,9 @@ def inherit_sockets(paths: Iterable[Path]) -> list[tuple[socket.socket, list[soc
         try:
             elder.connect(str(path))
             _, fds, _, _ = socket.recv_fds(elder, 1, _MOST_SOCKETS)
-        except OSError:  # the gateway has ended
+        except OSError:
+            fds = []
+        if not fds:  # the gateway has ended
             elder.close()
             continue
         listeners = [socket.socket(fileno=fd) for fd in fds]

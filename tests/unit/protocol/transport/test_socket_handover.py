@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,18 @@ async def test_a_gateway_whose_folder_was_removed_serves_no_longer_than_it_may(
     tmp_path: Path,
 ) -> None:
     assert await await_heir(heir_path(tmp_path / "run", 0), [], 0.1) is None
+
+
+def test_a_gateway_that_ends_before_it_hands_over_is_none(tmp_path: Path) -> None:
+    path = heir_path(tmp_path, 0)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen(1)
+
+        def end_early() -> None:
+            listener.accept()[0].close()
+
+        ending = threading.Thread(target=end_early)
+        ending.start()
+        assert inherit_sockets([path]) == []
+        ending.join()
