@@ -375,7 +375,7 @@ class Runner:
         """Answer a request that needs no engine."""
         ids = prepared.ids if request.task == "tokenize" else []
         peer.add_delta(Delta(request.id, prepared.text, ids, "stop", len(prepared.ids)))
-        del peer.jobs[request.id]
+        self._stopwatch.drop_times(peer.jobs.pop(request.id))
         self._check_idle()
 
     def _make_decoder(self, request: Generate) -> Decoder:
