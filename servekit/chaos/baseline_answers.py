@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from servekit.chaos.client import ChatAnswer, Client, Question
+from servekit.chaos.client import KEY_VARIABLE, ChatAnswer, Client, Question
 from servekit.errors import ServekitError
 
 _WORDS = (
@@ -47,6 +47,8 @@ async def learn_answers(
     async def ask_question(question: Question, stream: bool) -> ChatAnswer:
         async with room:
             answer = await client.await_answer(question, stream=stream)
+        if answer.status == 401:
+            raise ServekitError(f"it wants an API key: put one of its keys into {KEY_VARIABLE}")
         if answer.failure:
             raise ServekitError(f"it does not answer even without a fault: {answer.failure}")
         return answer

@@ -19,6 +19,8 @@ from servekit.sse import EventStream
 
 #: Timeout of a request.
 PATIENCE_S = 120.0
+#: The variable with the API key, for an instance that wants one, and the key for all others.
+KEY_VARIABLE, NO_KEY = "SERVEKIT_API_KEY", "chaos"
 
 
 class _Text(msgspec.Struct):
@@ -220,7 +222,7 @@ class ChatExchange(asyncio.Protocol):
 class Client:
     """A client of one server; each request has its own connection."""
 
-    def __init__(self, url: str, key: str = "chaos") -> None:
+    def __init__(self, url: str, key: str = NO_KEY) -> None:
         parts = urlsplit(url)
         self.host = parts.hostname or "127.0.0.1"
         self.port = parts.port or 80

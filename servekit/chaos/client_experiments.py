@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from servekit.bench.percentiles import Sample
 from servekit.chaos.baseline_answers import Tally, make_prompt
-from servekit.chaos.client import ChatAnswer, ChatExchange, Client, Question
+from servekit.chaos.client import NO_KEY, ChatAnswer, ChatExchange, Client, Question
 from servekit.chaos.load import Load
 from servekit.chaos.result import ExperimentContext, ExperimentResult, Judge
 
@@ -62,6 +62,8 @@ async def _read_slowly(sock: socket.socket) -> None:
 
 async def flood(scene: ExperimentContext) -> ExperimentResult:
     """Run ten times the clients that fit: each gets 200 or 429, and a light client its turn."""
+    if scene.target.client.key != NO_KEY:
+        return Judge("flood", "").skip("it needs clients with keys of their own: run it without")
     model = await scene.target.model()
     slots = sum((model.info.slots if model.info else 1) for _ in model.replicas)
     count = _within_limits(10 * (slots + model.max_queue))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from servekit.chaos.client import Client
+from servekit.chaos.client import KEY_VARIABLE, NO_KEY, Client
 from servekit.config.load import load_config
 from servekit.config.schema import ModelConfig
 from servekit.errors import ConfigError, ServekitError, StartError
@@ -30,7 +30,7 @@ class Target:
     """A model of a running instance of this user. Made by `find_target`."""
 
     def __init__(self, url: str, run_dir: Path, status: Status, model: str, mark: str) -> None:
-        self.client = Client(url)
+        self.client = Client(url, os.environ.get(KEY_VARIABLE) or NO_KEY)
         self.run_dir = run_dir
         self.pid = status.pid
         self.config_path = Path(status.config)

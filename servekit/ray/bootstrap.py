@@ -61,11 +61,13 @@ def load_authority(run_dir: Path) -> Authority:
 
 
 def store_authority(run_dir: Path, authority: Authority) -> None:
-    """Store the authority for the next supervisor. Raises OSError."""
+    """Store the authority for the next supervisor, in one step. Raises OSError."""
     path = run_dir / _AUTHORITY
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    fresh = path.with_suffix(".new")
+    fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "wb") as file:
         file.write(authority.to_bytes())
+    fresh.replace(path)
 
 
 def model_wants(models: Sequence[ModelConfig]) -> tuple[NodeRequirements, ...]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 from msgspec.structs import replace
 
-from servekit.errors import RequestError, WireError
+from servekit.errors import EngineFailed, RequestError, WireError
 from servekit.protocol.messages import (
     PROTOCOL,
     Body,
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from servekit.worker.runner import Runner
 
 log: Any = structlog.get_logger("servekit.worker")
+
+#: Errors of output that is too long for a message, or that no message can hold.
+_UNSENDABLE = (WireError, OverflowError, TypeError, ValueError)
 
 
 class GatewayConnection:
@@ -76,26 +79,36 @@ class GatewayConnection:
         """Send the queued tokens and deltas now."""
         if self._plain.ids:
             plain, self._plain = self._plain, TokenBatch([], [], [])
-            self.connection.send(plain)
+            try:
+                self.connection.send(plain)
+            except _UNSENDABLE:
+                for id, text, token in zip(plain.ids, plain.texts, plain.token_ids, strict=True):
+                    self._send_alone(id, TokenBatch([id], [text], [token]))
         if self._deltas:
             deltas, self._deltas = self._deltas, []
             self._told.clear()
             try:
                 self.connection.send(DeltaBatch(deltas))
-            except WireError:
-                self._flush_apart(deltas)
+            except _UNSENDABLE:
+                for delta in deltas:
+                    self._send_alone(delta.id, DeltaBatch([delta]))
 
-    def _flush_apart(self, deltas: list[Delta]) -> None:
-        """Send each delta in its own message, as all together exceed the message size limit.
+    def _send_alone(self, id: int, message: TokenBatch | DeltaBatch) -> None:
+        """Send the output of one request, as that of all together cannot be sent.
 
-        A delta that is too long by itself fails its request.
+        If it cannot be sent alone either, its request fails.
         """
-        for delta in deltas:
-            try:
-                self.connection.send(DeltaBatch([delta]))
-            except WireError as error:
-                said = f"the answer is too long: {error.message}"
-                self.connection.send(Failed(delta.id, RequestError.code, said))
+        try:
+            self.connection.send(message)
+        except WireError as error:
+            self._give_up(id, RequestError.code, f"the answer is too long: {error.message}")
+        except _UNSENDABLE as error:
+            log.exception("request_output_failed", request=id)
+            self._give_up(id, EngineFailed.code, f"the engine's output cannot be sent: {error}")
+
+    def _give_up(self, id: int, code: str, message: str) -> None:
+        self.connection.send(Failed(id, code, message))
+        self.runner.cancel(self, id)
 
     def close(self) -> None:
         """Send everything queued, then close the connection."""

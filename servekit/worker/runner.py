@@ -375,7 +375,7 @@ class Runner:
         """Answer a request that needs no engine."""
         ids = prepared.ids if request.task == "tokenize" else []
         peer.add_delta(Delta(request.id, prepared.text, ids, "stop", len(prepared.ids)))
-        del peer.jobs[request.id]
+        self._stopwatch.drop_times(peer.jobs.pop(request.id))
         self._check_idle()
 
     def _make_decoder(self, request: Generate) -> Decoder:
@@ -455,6 +455,7 @@ class Runner:
         for peer in peers:
             for request_id, job_id in list(peer.jobs.items()):
                 if job_id not in self._tasks:
+                    self.ward.withdraw(job_id)
                     peer.fail(request_id, WorkerLost("the engine died before this was its turn"))
             peer.close()
         with contextlib.suppress(TimeoutError):

@@ -21,7 +21,10 @@ _LONGEST_BODY_BYTES = 256 * 2**20
 class Exchange:
     """A request and its answer so far."""
 
-    __slots__ = ("body", "done", "events", "gaps", "record", "reused", "status", "texts", "whole")
+    __slots__ = (
+        "body", "done", "events", "gaps", "record", "reused", "size_bytes", "status", "texts",
+        "whole",
+    )  # fmt: skip
 
     def __init__(self, began: float, done: Callable[[Exchange], None], *, keep_text: bool) -> None:
         self.record = Record("unfinished", began, began)
@@ -29,6 +32,7 @@ class Exchange:
         self.status = 0
         self.events: EventStream | None = None  # for a streamed answer
         self.body: list[bytes] = []
+        self.size_bytes = 0  # of the body
         self.texts: list[str] | None = [] if keep_text else None
         self.gaps: list[float] = []
         self.whole = False  # the answer is complete: a finish reason or [DONE]
@@ -214,7 +218,8 @@ class Connection(asyncio.Protocol):
     def _read(self, exchange: Exchange, pieces: list[bytes], now: float) -> str:
         if exchange.events is None:
             exchange.body += pieces
-            if sum(map(len, pieces)) > _LONGEST_BODY_BYTES:
+            exchange.size_bytes += sum(map(len, pieces))
+            if exchange.size_bytes > _LONGEST_BODY_BYTES:
                 raise msgspec.DecodeError("it is too long")
             return ""
         data = pieces[0] if len(pieces) == 1 else b"".join(pieces)

@@ -127,9 +127,10 @@ class BatchRunner(LeaseRunner[Batch]):
             await self._run_batch(batch)
         except asyncio.CancelledError:
             raise
-        except (ResponsesUnavailable, ExceptionGroup) as error:
+        except (ResponsesUnavailable, OSError, ExceptionGroup) as error:
             if not isinstance(error, ResponsesUnavailable):
-                log.warning("batch_interrupted", batch=batch.id, reason=repr(error.exceptions[0]))
+                first = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
+                log.warning("batch_interrupted", batch=batch.id, reason=repr(first))
             await asyncio.sleep(LOOK_EVERY_S)
         finally:
             del self._cancelling[batch.id], self._moved_s[batch.id], self._asking[batch.id]
@@ -140,10 +141,14 @@ class BatchRunner(LeaseRunner[Batch]):
             total, errors = await asyncio.to_thread(validate_file, path, most)
             if not await self._store.begin(batch, total, errors):
                 return
-        status = "cancelled"
+        status, errors = "cancelled", []
         if batch.status != "cancelling":
-            status = await self._run_until(batch, path)
-        await self._store.finish_batch(batch.id, status, self._rules)
+            if await asyncio.to_thread(path.exists):
+                status = await self._run_until(batch, path)
+            else:
+                said = "the file is gone from the server's disk; upload it again"
+                status, errors = "failed", [_file_error("invalid_file", said)]
+        await self._store.finish_batch(batch.id, status, self._rules, errors)
 
     async def _run_until(self, batch: Batch, path: Path) -> str:
         """Run the lines, until the batch is cancelled or expires; return how it ended."""

@@ -12,7 +12,7 @@ import os
 import secrets
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import msgspec
 
 from servekit.errors import RequestError
 from servekit.gateway.storage.leases import LeasedStore, claim_rows
-from servekit.gateway.storage.store_file import StoreFile, transaction
+from servekit.gateway.storage.store_file import StoreFile, await_work, transaction
 from servekit.protocol.access import BatchRules
 
 Json = dict[str, Any]
@@ -109,8 +109,13 @@ class BatchStore(LeasedStore):
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        file = StoreFile(folder.with_name("batches.db"), _TABLES, _VERSION, folder)
-        super().__init__(file, "batches")
+        path = folder.with_name("batches.db")
+        super().__init__(StoreFile(path, _TABLES, _VERSION, folder), "batches")
+        self._outputs = StoreFile(path, _TABLES, _VERSION, folder)
+
+    def close(self) -> None:
+        self._outputs.close()
+        super().close()
 
     def path(self, id: str) -> Path:
         """Return where the content of a file is; its id must be one of a record."""
@@ -239,7 +244,7 @@ class BatchStore(LeasedStore):
             with transaction(db):
                 for now in self._held(db, batch.id, "validating"):
                     if errors:
-                        now.record["errors"] = {"object": "list", "data": errors}
+                        now.record["errors"] = _list_errors(errors)
                     _set_status(db, now, "failed" if errors else "in_progress")
                     db.execute("UPDATE batches SET total = ? WHERE id = ?", (total, batch.id))
                     return not errors
@@ -269,30 +274,43 @@ class BatchStore(LeasedStore):
 
         return await self._run(save)
 
-    async def finish_batch(self, id: str, status: str, rules: BatchRules) -> None:
-        """Write the files of a batch, which ends with this status, if this gateway holds it."""
+    async def finish_batch(
+        self, id: str, status: str, rules: BatchRules, errors: Sequence[Json] = ()
+    ) -> None:
+        """Write the files of a batch, which ends with this status, if this gateway holds it.
 
-        def write_files(db: sqlite3.Connection) -> None:
-            if not (held := self._held(db, id)):
-                return
-            [batch] = held
-            made = {
-                kind: self._write_output(db, batch, kind, good, rules)
+        They are written in a thread of their own: a large one takes longer than a lease, which is
+        renewed meanwhile.
+        """
+
+        def write_files(db: sqlite3.Connection) -> list[tuple[str, Path, StoredFile]]:
+            return [
+                (kind, *written)
+                for batch in self._held(db, id)
                 for kind, good in (("output", 1), ("error", 0))
-            }
-            with transaction(db):
-                if not self._held(db, id):
-                    return
-                for kind, file in made.items():
-                    if file is not None:
-                        _add_file(db, file)
-                        batch.record[f"{kind}_file_id"] = file.id
-                if status == "completed":
-                    batch.record["finalizing_at"] = int(time.time())
-                _set_status(db, batch, status)
-                db.execute("DELETE FROM results WHERE batch = ?", (id,))
+                if (written := self._write_output(db, batch, kind, good, rules)) is not None
+            ]
 
-        await self._run(write_files)
+        def finish(db: sqlite3.Connection) -> None:
+            with transaction(db):
+                for batch in self._held(db, id):
+                    for kind, path, file in made:
+                        _add_file(db, file)
+                        path.replace(self.path(file.id))
+                        batch.record[f"{kind}_file_id"] = file.id
+                    if errors:
+                        batch.record["errors"] = _list_errors(errors)
+                    if status == "completed":
+                        batch.record["finalizing_at"] = int(time.time())
+                    _set_status(db, batch, status)
+                    db.execute("DELETE FROM results WHERE batch = ?", (id,))
+
+        made = await await_work(self._outputs.submit(write_files))
+        try:
+            await self._run(finish)
+        finally:
+            for _, path, _ in made:  # what another gateway has taken over, or the disk has refused
+                path.unlink(missing_ok=True)
 
     def _held(self, db: sqlite3.Connection, id: str, *status: str) -> list[Batch]:
         """Return the batch if this gateway holds it, and it is in one of these states."""
@@ -301,7 +319,8 @@ class BatchStore(LeasedStore):
 
     def _write_output(
         self, db: sqlite3.Connection, batch: Batch, kind: str, good: int, rules: BatchRules
-    ) -> StoredFile | None:
+    ) -> tuple[Path, StoredFile] | None:
+        """Write the results of a kind to a path of `make_path`; None if there are none."""
         query = "SELECT result FROM results WHERE batch = ? AND good = ? ORDER BY line"
         size_bytes, path = 0, self.make_path()
         try:
@@ -310,16 +329,16 @@ class BatchStore(LeasedStore):
                     size_bytes += file.write(result + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
-            if not size_bytes:
-                return None
-            id = f"file-{batch.id.removeprefix('batch_')}-{kind}"
-            path.replace(self.path(id))
-        finally:
+        except BaseException:
             path.unlink(missing_ok=True)
+            raise
+        if not size_bytes:
+            path.unlink()
+            return None
         now_s = time.time()
-        name = f"{batch.id}_{kind}.jsonl"
+        id, name = f"file-{batch.id.removeprefix('batch_')}-{kind}", f"{batch.id}_{kind}.jsonl"
         expires = expiry(now_s, rules, batch.record.get("output_expires_after_s"))
-        return StoredFile(id, batch.key, "batch_output", name, size_bytes, now_s, expires)
+        return path, StoredFile(id, batch.key, "batch_output", name, size_bytes, now_s, expires)
 
     async def sweep(self, rules: BatchRules) -> None:
         """Remove the files and batches that are too old, and what has no record."""
@@ -353,6 +372,10 @@ def expiry(created: float, rules: BatchRules, after_s: float | None) -> float:
 
 def _encode(record: Json) -> str:
     return msgspec.json.encode(record).decode()
+
+
+def _list_errors(errors: Sequence[Json]) -> Json:
+    return {"object": "list", "data": errors}
 
 
 def _room(db: sqlite3.Connection, key: str, rules: BatchRules) -> int:

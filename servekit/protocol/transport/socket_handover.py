@@ -18,6 +18,8 @@ from pathlib import Path
 DRAIN = b"d"
 _MOST_SOCKETS = 4
 _ANSWER_S = 2.0
+#: Interval of attempts to listen where the folder is gone: the next supervisor makes it again.
+_RETRY_S = 0.2
 
 
 def heir_path(run_dir: Path, which: int | str) -> Path:
@@ -29,9 +31,12 @@ async def await_heir(path: Path, fds: Sequence[int], within_s: float) -> socket.
     """Offer `fds` to heirs; return the connection to the first one that sends DRAIN, else None."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(within_s):
-            while (heir := await _hand_over_sockets(path, fds)) is None:
-                pass
-            return heir
+            while True:
+                try:
+                    if (heir := await _hand_over_sockets(path, fds)) is not None:
+                        return heir
+                except OSError:
+                    await asyncio.sleep(_RETRY_S)
     return None
 
 
@@ -69,7 +74,9 @@ def inherit_sockets(paths: Iterable[Path]) -> list[tuple[socket.socket, list[soc
         try:
             elder.connect(str(path))
             _, fds, _, _ = socket.recv_fds(elder, 1, _MOST_SOCKETS)
-        except OSError:  # the gateway has ended
+        except OSError:
+            fds = []
+        if not fds:  # the gateway has ended
             elder.close()
             continue
         listeners = [socket.socket(fileno=fd) for fd in fds]

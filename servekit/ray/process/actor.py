@@ -8,6 +8,7 @@ the cluster.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import secrets
@@ -36,6 +37,8 @@ from servekit.system.gpu.gpus import Gpu, find_gpus, gpu_memory_by_pid, gpus_in_
 #: Output lines kept for a later supervisor.
 _MOST_LINES = 2000
 _LONGEST_LINE_BYTES = 64 * 2**10
+#: Characters of lines in one answer: what it becomes has to fit into a message to the supervisor.
+_MOST_CHARS = 2**20
 #: Time until a process listens, which includes the imports for that.
 _LISTENS_WITHIN_S = 120.0
 _LOOK_EVERY_S = 0.5
@@ -180,17 +183,25 @@ class ProcessActor:
             self._changed.wait_for(lambda: self._count > seen or _has_ended(process), wait_s)
             if self._count > seen and not _has_ended(process):
                 self._changed.wait(0.05)  # lines come in batches
-            fresh = min(self._count - seen, len(self._lines))
-            lines = tuple(list(self._lines)[len(self._lines) - fresh :]) if fresh > 0 else ()
-            news = ActorEvents(lines, self._count)
-            if process is not None and _has_ended(process):
-                news = ActorEvents(
-                    lines, self._count, process.pid, process.code, process.out_of_memory
-                )
+            lines, seen = self._take_lines(seen)
+            news = ActorEvents(lines, seen)
+            if process is not None and _has_ended(process) and seen == self._count:
+                news = ActorEvents(lines, seen, process.pid, process.code, process.out_of_memory)
                 if process is self._process:
                     self._process = None
         self._asked()
         return msgspec.msgpack.encode(news)
+
+    def _take_lines(self, seen: int) -> tuple[tuple[str, ...], int]:
+        """Return the next lines after the first `seen`, and how many have been seen then."""
+        fresh = min(self._count - seen, len(self._lines))
+        lines, chars = list[str](), 0
+        for line in itertools.islice(self._lines, len(self._lines) - max(0, fresh), None):
+            if lines and chars + len(line) > _MOST_CHARS:
+                break
+            lines.append(line)
+            chars += len(line)
+        return tuple(lines), self._count - max(0, fresh) + len(lines)
 
     def signal(self, number: int, group: bool) -> None:
         """Send a signal to the process, or to its group."""

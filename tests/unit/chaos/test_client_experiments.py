@@ -10,11 +10,12 @@ import pytest
 from msgspec.structs import replace
 
 from servekit.chaos import client_experiments as experiments
-from servekit.chaos.baseline_answers import BaselineAnswer
+from servekit.chaos.baseline_answers import BaselineAnswer, learn_answers
 from servekit.chaos.client import ChatAnswer, Client, Question
 from servekit.chaos.load import Load
 from servekit.chaos.result import ExperimentContext
 from servekit.chaos.target import Target
+from servekit.errors import ServekitError
 from servekit.protocol.messages import ModelInfo
 from tests.unit.chaos.test_client import GOOD, QUESTION, server
 from tests.unit.cli.instance import listening, make_model, make_replica, make_status
@@ -111,3 +112,20 @@ async def test_streams_that_begin_are_counted() -> None:
         async with Load(client, known, streams=2) as load:
             assert await experiments._first_chunks(load, 2) is not None
     assert await experiments._count_started([], within_s=0.0) == 0
+
+
+async def test_one_key_is_not_enough_for_a_flood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVEKIT_API_KEY", "sk-mine")
+    scene = context(tmp_path)
+    assert b"Bearer sk-mine" in scene.target.client.build_request(QUESTION, stream=True)
+    assert (await experiments.flood(scene)).verdict == "skipped"
+
+
+async def test_an_instance_with_keys_tells_where_to_put_one() -> None:
+    body = b'{"error":{"message":"no","code":"invalid_api_key"}}'
+    head = b"HTTP/1.1 401 No\r\ncontent-length: %d\r\n\r\n" % len(body)
+    async with server(head + body) as url:
+        with pytest.raises(ServekitError, match="SERVEKIT_API_KEY"):
+            await learn_answers(Client(url), [QUESTION])

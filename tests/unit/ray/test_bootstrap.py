@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import resource
+import signal
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -161,3 +164,24 @@ def test_a_node_needs_the_files_that_nobody_fetches() -> None:
 )
 def test_a_worker_listens_at_all_addresses_of_its_hosts_protocol(host: str, found: str) -> None:
     assert bootstrap.any_address(host) == found
+
+
+def test_the_authority_stays_where_another_cannot_be_written(tmp_path: Path) -> None:
+    first = Authority.new("a")
+    bootstrap.store_authority(tmp_path, first)
+    with no_room(), pytest.raises(OSError):
+        bootstrap.store_authority(tmp_path, Authority.new("b"))
+    assert bootstrap.load_authority(tmp_path) == first
+
+
+@contextlib.contextmanager
+def no_room() -> Iterator[None]:
+    """Have no file of this process grow beyond a few bytes, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)

@@ -83,3 +83,28 @@ async def test_who_does_not_read_is_not_waited_for(tmp_path: Path) -> None:
         async with asyncio.timeout(10):
             await client.runner.disconnect_all()
         client.connection._transport.resume_reading()
+
+
+@pytest.mark.parametrize("bad", ["\ud800", 2**70], ids=["text", "token"])
+@pytest.mark.parametrize("first", [True, False], ids=["delta", "batch"])
+async def test_what_cannot_be_sent_fails_its_own_request_only(
+    tmp_path: Path, bad: str | int, first: bool
+) -> None:
+    """Engines of others are to be feared: what they say may be no text, or no token."""
+    async with serving(spec(tmp_path, step_s=3600.0)) as client:
+        ill, well = (client.send(SamplingParams(max_tokens=9), prompt=SAID) for _ in range(2))
+        await until(lambda: len(client.runner._tasks) == 2)
+        (peer,) = [peer for peer in client.runner.peers if peer.jobs]
+        jobs = dict(peer.jobs)
+        outputs = [StepOutput(job, [ord("h")]) for job in jobs.values()]
+        if not first:
+            client.runner.emit(outputs)
+            await until(lambda: len(client.deltas) == 2)
+        task = client.runner._tasks[jobs[ill]]
+        said, token = (bad, 1) if isinstance(bad, str) else ("x", bad)
+        task.decode = task.text.decode = lambda token_ids: said
+        client.runner.emit([StepOutput(jobs[ill], [token]), outputs[1]])
+        assert (await client.failure(ill)).code == EngineFailed.code
+        await until(lambda: text(client.deltas[well]) == ("h" if first else "hh"))
+        await until(lambda: list(client.runner._tasks) == [jobs[well]])
+        assert peer.jobs == {well: jobs[well]} and well not in client.failures

@@ -54,7 +54,7 @@ class RecordingRunner:
     def extend_window(self, peer: GatewayConnection, id: int, size_bytes: int) -> None:
         self.told.append(("window", id, size_bytes))
 
-    def cancel(self, peer: GatewayConnection, id: int, *, tells: bool) -> None:
+    def cancel(self, peer: GatewayConnection, id: int, *, tells: bool = False) -> None:
         self.told.append(("cancel", id, tells))
 
     def on_greeting(self, name: str) -> None:
@@ -246,6 +246,7 @@ async def test_deltas_too_long_together_go_one_by_one_and_one_too_long_fails(
     )
     assert isinstance(failed, Failed) and failed.id == 1
     assert failed.message == "the answer is too long: 6 bytes are more than 5"
+    assert scene.runner.told[-1] == ("cancel", 1, False), "its job does not go on for nobody"
 
 
 async def test_a_close_sends_what_is_queued(scene: Scene) -> None:

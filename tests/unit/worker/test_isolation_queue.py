@@ -320,3 +320,24 @@ async def test_a_gateway_that_does_not_read_keeps_nobody_waiting_for_long(scene:
     a.connection._transport.resume_reading()
     await scene.runs("innocent", "suspect")
     await until(lambda: a.words and a.words[-1] == IsolationStarted(1))
+
+
+async def test_a_suspect_that_waits_when_the_engine_dies_is_forgotten(scene: Scene) -> None:
+    """Its gateway has hung up: a queue that tried to tell it would turn round and round."""
+    a, b, engine = scene.a, scene.b, scene.engine
+    b.ask(1, "proven")
+    await scene.runs("proven")
+    engine.step("proven")
+    engine.step("proven")
+    a.ask(1, "running")
+    await scene.runs("proven", "running")
+    a.ask(2, "suspect", "proven")
+    await scene.in_line(1)
+    assert b.connection._transport is not None
+    b.connection._transport.pause_reading()  # the worker waits a while for it
+    job = engine.jobs["proven"]
+    scene.runner.emit([StepOutput(job.id, [97] * 2_000_000)])
+    engine.fatal = RuntimeError("it broke")
+    async with asyncio.timeout(DEADLINE_S):
+        await scene.runner.disconnect_all()
+        await until(lambda: not scene.runner.ward.closed)

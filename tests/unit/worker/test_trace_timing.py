@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from servekit.protocol.messages import Delta
 from servekit.worker.output_state import Stopwatch
+from tests.unit.worker.serving import serving, spec
 
 
 def test_the_last_delta_tells_four_times_in_order() -> None:
@@ -33,3 +36,9 @@ def test_what_never_reached_the_engine_tells_no_times() -> None:
     watch = Stopwatch()
     watch.accept(7)
     assert not watch.stamp(7, Delta(1, "", [], "length")).times_ns
+
+
+async def test_a_request_that_needs_no_engine_leaves_no_times(tmp_path: Path) -> None:
+    async with serving(spec(tmp_path)) as client:
+        await client.answer(client.send(task="tokenize", prompt="hello", trace="00-1-2-01"))
+        assert not client.runner._stopwatch.runs

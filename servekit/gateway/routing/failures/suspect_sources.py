@@ -71,6 +71,8 @@ PAUSE_S = 2.0
 MOST_PAUSE_S = 30.0
 #: Duration of a source's first refusal; it doubles with each further one.
 REFUSED_S = 30.0
+#: A thousand more would overflow.
+_MOST_DOUBLINGS = 32
 
 
 class Verdict(IntEnum):
@@ -300,7 +302,8 @@ class Sources:
         if self.has_peers:
             self._refusals.append(source)
             self._announce()
-        return min(most_s, REFUSED_S * 2.0 ** (self._refused[source] - 1))
+        doublings = min(self._refused[source] - 1, _MOST_DOUBLINGS)
+        return min(most_s, REFUSED_S * 2.0**doublings)
 
     def _count_refusal(self, source: str) -> None:
         """Count a refusal of a source.

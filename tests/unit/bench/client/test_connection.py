@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from servekit.bench.client import connection
 from servekit.bench.client.client_protocol import Record, Target
 from servekit.bench.client.connection import Exchange
 from servekit.bench.client.connection_pool import Dialer, Unreachable
@@ -200,3 +201,12 @@ async def test_the_key_is_in_the_head() -> None:
         dialer.close()
         assert "\r\nauthorization: Bearer secret\r\n" in server.heads[0]
         assert f"\r\nhost: 127.0.0.1:{server.port}\r\n" in server.heads[0]
+
+
+async def test_an_answer_without_an_end_is_given_up_by_its_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection, "_LONGEST_BODY_BYTES", 100_000)
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: 1000000000\r\n\r\n"
+    record = await record_of(head, *[b"x" * 30_000] * 4)
+    assert record.outcome == "protocol" and record.message.endswith("it is too long")

@@ -172,3 +172,25 @@ async def test_batches_of_a_model_that_is_down_keep_no_others_waiting(
 
 async def send_nothing(scope: Any, receive: Any, send: Any) -> None:
     pass
+
+
+@pytest.mark.parametrize("left_s", [60.0, -1.0])
+async def test_a_batch_whose_file_is_gone_fails_with_a_reason(
+    tmp_path: Path, left_s: float
+) -> None:
+    store, router = BatchStore(tmp_path / "files"), Router("gateway/test")
+    router.access.apply_rules(AccessRules(batches=RULES))
+    await add_batch(store, "batch_1")
+    runner = BatchRunner(router, lambda: store, send_nothing, 10**6)
+    [held] = await store.claim_batches()
+    assert await store.begin(held, 3, [])
+    await store.save_result("batch_1", 1, good=True, result=b"{}")
+    store.path("file-batch_1").unlink()
+    [held] = await store.claim_batches()
+    held.expires = time.time() + left_s
+    await runner.work(held)
+    done = await store.find_batch("batch_1", "")
+    [error] = done.record["errors"]["data"]
+    assert (done.status, error["code"]) == ("failed", "invalid_file")
+    assert store.path(done.record["output_file_id"]).read_bytes() == b"{}\n"
+    store.close()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
+import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -141,3 +144,55 @@ async def test_a_damaged_file_is_put_aside_with_all_that_it_tells_of(
     assert [file.id for file in await other.list_files("", None)] == ["file-2"]
     assert (tmp_path / "files.broken" / "file-1").read_bytes() == b"x"
     assert (tmp_path / "batches.db.broken").exists()
+
+
+async def test_a_lease_is_renewed_while_a_large_output_is_written(
+    make_store: Callable[[], BatchStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two gateways would else take the batch from each other, and write it again, for ever."""
+    one, other = make_store(), make_store()
+    await one.add_batch(batch(), RULES)
+    await one.claim_batches()
+    await one.begin(batch(), 1, [])
+    await one.save_result("batch_1", 1, good=True, result=b"first")
+    writes, may_end = threading.Event(), threading.Event()
+
+    def sync_slowly(_: int) -> None:
+        writes.set()
+        assert may_end.wait(60)
+
+    monkeypatch.setattr(os, "fsync", sync_slowly)
+    finishing = asyncio.create_task(one.finish_batch("batch_1", "completed", RULES))
+    await asyncio.to_thread(writes.wait, 60)
+    try:
+        async with asyncio.timeout(30):
+            assert [held.id for held in await one.claim_batches()] == ["batch_1"]
+    finally:
+        may_end.set()
+    await finishing
+    assert not await other.claim_batches()
+    done = await one.find_batch("batch_1", "")
+    assert one.path(done.record["output_file_id"]).read_bytes() == b"first\n"
+
+
+async def test_what_was_written_for_a_batch_of_another_gateway_is_removed(
+    make_store: Callable[[], BatchStore], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    one, other = make_store(), make_store()
+    await one.add_batch(batch(), RULES)
+    await one.claim_batches()
+    await one.begin(batch(), 1, [])
+    await one.save_result("batch_1", 1, good=True, result=b"first")
+    sync, synced = os.fsync, threading.Event()
+
+    def lose_lease(file: int) -> None:
+        with sqlite3.connect(tmp_path / "batches.db") as db:
+            db.execute("UPDATE batches SET owner = 'another'")
+        sync(file)
+        synced.set()
+
+    monkeypatch.setattr(os, "fsync", lose_lease)
+    await one.finish_batch("batch_1", "completed", RULES)
+    assert synced.is_set()
+    assert (await other.find_batch("batch_1", "")).status == "in_progress"
+    assert not list((tmp_path / "files").iterdir())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -62,3 +63,40 @@ async def test_an_heir_that_fails_is_followed_by_another(tmp_path: Path) -> None
 async def test_nobody_is_waited_for_longer_than_the_grace(tmp_path: Path) -> None:
     assert not await await_heir(heir_path(tmp_path, 0), [], 0.05)
     assert inherit_sockets([heir_path(tmp_path, 0)]) == []
+
+
+async def test_an_heir_finds_a_gateway_whose_folder_was_removed_meanwhile(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    path = heir_path(folder, 0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        waiting = asyncio.create_task(await_heir(path, [listener.fileno()], 60))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        folder.mkdir()
+        elder, (same,) = await taken(path)
+        elder.send(DRAIN)
+        heir = await asyncio.wait_for(waiting, 60)
+        assert heir is not None
+    for sock in (same, elder, heir):
+        sock.close()
+
+
+async def test_a_gateway_whose_folder_was_removed_serves_no_longer_than_it_may(
+    tmp_path: Path,
+) -> None:
+    assert await await_heir(heir_path(tmp_path / "run", 0), [], 0.1) is None
+
+
+def test_a_gateway_that_ends_before_it_hands_over_is_none(tmp_path: Path) -> None:
+    path = heir_path(tmp_path, 0)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen(1)
+
+        def end_early() -> None:
+            listener.accept()[0].close()
+
+        ending = threading.Thread(target=end_early)
+        ending.start()
+        assert inherit_sockets([path]) == []
+        ending.join()

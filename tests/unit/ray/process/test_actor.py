@@ -1,14 +1,16 @@
-"""The sockets that an actor holds for the gateway of its node."""
+"""The sockets that an actor holds for the gateway of its node, and what it tells of a process."""
 
 from __future__ import annotations
 
+import io
 import socket
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from servekit.errors import StartError
-from servekit.ray.process.actor import Sockets
+from servekit.ray.process.actor import ActorEvents, Process, ProcessActor, Sockets
 
 HERE = "127.0.0.1"
 
@@ -52,3 +54,25 @@ def test_a_port_that_is_taken_is_told_and_nothing_is_left_open(doors: Sockets) -
     assert not reached(free)
     doors.open_sockets(((HERE, free), (HERE, taken)))
     assert reached(free) and reached(taken)
+
+
+def test_much_output_is_told_in_parts_and_the_end_with_the_last() -> None:
+    """All at once, it would be over the limit of a message to the supervisor."""
+    actor = ProcessActor(0, 3600.0)
+    process = actor._process = Process("", "worker")
+    lines = [f"{number:05}".ljust(64 * 2**10) for number in range(100)]
+    actor._store_output(process, io.BytesIO("".join(f"{line}\n" for line in lines).encode()))
+    actor._take(process, {"pid": 7, "code": 3})
+    told, events = list[str](), ActorEvents((), 0)
+    while events.code is None:
+        events = poll(actor, events.seen)
+        assert events.lines and sum(map(len, events.lines)) <= 2**20
+        told += events.lines
+    assert [line for line in told if line] == lines
+    assert (events.pid, events.code) == (7, 3)
+    later = poll(actor, events.seen)
+    assert (later.lines, later.code) == ((), None)
+
+
+def poll(actor: ProcessActor, seen: int) -> ActorEvents:
+    return msgspec.msgpack.decode(actor.poll(seen, 0.1), type=ActorEvents)

@@ -280,3 +280,9 @@ def test_what_is_remembered_is_bounded_however_much_is_reported() -> None:
     assert all(len(one.deaths) == 64 for one in gateways.both)
     assert gateways.judge("address:0") == [Verdict.FREE] * 2
     assert not any(one.has_suspects(10_000.0) for one in gateways.both)
+
+
+def test_a_refusal_after_a_thousand_others_is_like_the_last() -> None:
+    sources = Sources()
+    for _ in range(1100):  # with `quarantine_s: 0`, each request of a refused source is one
+        assert sources.refuse_for_s("key:k", 100.0) <= 100.0
