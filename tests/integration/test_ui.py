@@ -514,6 +514,26 @@ def test_a_full_store_is_a_sentence_and_the_chat_goes_on(tab: Tab) -> None:
     assert tab.problems == []
 
 
+@pytest.mark.lane("pages")
+def test_a_browser_that_forbids_its_stores_has_a_chat(browser: Browser, instance: Instance) -> None:
+    forbid = """for (const name of ["localStorage", "sessionStorage", "indexedDB"]) {
+        const get = () => { throw new DOMException("denied", "SecurityError"); };
+        Object.defineProperty(window, name, { get, configurable: true });
+    }"""
+    with contextlib.closing(browser.new_context()) as context:
+        context.add_init_script(forbid)
+        tab = Tab(context, url_of(instance))
+        tab.choose("fast")
+        tab.setting("Max tokens").fill("3")
+        tab.answer("one")
+        expect(tab.alert).to_contain_text("keeps nothing")
+        tab.answer("two", 2)
+        tab.page.locator("#sk-new").click()
+        expect(tab.questions).to_have_count(0)
+        tab.page.get_by_role("button", name="Dark or light").click()
+        assert tab.problems == []
+
+
 # ---------------------------------------------------------------- reading and stopping
 
 

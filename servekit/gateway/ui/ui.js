@@ -2,6 +2,22 @@
 // on the document, since Gradio adds and removes elements. Text from a model is only ever set as
 // text, never as HTML.
 (() => {
+  // A browser may forbid its storages, or have no room: what is kept there lasts as long as the page then.
+  for (const name of ["localStorage", "sessionStorage"]) {
+    const kept = new Map();
+    try {
+      for (const key of Object.keys(window[name])) kept.set(key, window[name].getItem(key));
+      window[name].setItem("servekit.probe", "");
+      window[name].removeItem("servekit.probe");
+    } catch {
+      const value = {
+        getItem: (key) => kept.get(key) ?? null,
+        setItem: (key, text) => void kept.set(key, String(text)),
+        removeItem: (key) => void kept.delete(key),
+      };
+      Object.defineProperty(window, name, { value });
+    }
+  }
   const onBody = (act) => (document.body ? act() : document.addEventListener("DOMContentLoaded", act));
   const dark = (on) => document.body.classList.toggle("dark", on);
   const chosen = () => localStorage.getItem("servekit.theme");
