@@ -279,6 +279,26 @@ def test_a_reload_keeps_conversation_and_settings_and_a_new_chat_clears(tab: Tab
 
 
 @pytest.mark.lane("pages")
+def test_what_is_being_written_stays_when_the_page_is_left(tab: Tab) -> None:
+    tab.box.fill("Half a sentence, 半句")
+    tab.page.locator("[data-lang=zh]").click()
+    tab.page.wait_for_url("**/ui/zh/")
+    expect(tab.box).to_have_value("Half a sentence, 半句")
+    tab.page.locator("[data-lang=en]").click()
+    tab.page.wait_for_url("**/ui/")
+    expect(tab.box).to_have_value("Half a sentence, 半句")
+    tab.choose("fast")
+    tab.box.press("End")
+    tab.box.press_sequentially("!")
+    tab.box.press("Enter")
+    expect(tab.questions).to_have_text(["Half a sentence, 半句!"])
+    tab.until_done()
+    tab.page.reload()
+    expect(tab.questions).to_have_count(1)
+    expect(tab.box).to_have_value("")
+
+
+@pytest.mark.lane("pages")
 def test_two_browsers_do_not_see_each_other(open_tab: Callable[..., Tab]) -> None:
     mine, yours = open_tab(), open_tab()
     mine.choose("fast")
