@@ -296,6 +296,16 @@ def test_what_is_being_written_stays_when_the_page_is_left(tab: Tab) -> None:
     tab.page.reload()
     expect(tab.questions).to_have_count(1)
     expect(tab.box).to_have_value("")
+    tab.page.goto(f"{tab.base}/ui/structured")
+    schema = tab.page.locator("#sk-schema-text textarea")
+    schema.fill('{"type": "string"}')
+    tab.page.reload()
+    expect(schema).to_have_value('{"type": "string"}')
+    prompt = tab.page.locator("#sk-schema-prompt textarea").input_value()
+    tab.page.locator("[data-lang=zh]").click()
+    tab.page.wait_for_url("**/ui/zh/structured")
+    expect(schema).to_have_value('{"type": "string"}')
+    expect(tab.page.locator("#sk-schema-prompt textarea")).not_to_have_value(prompt)
 
 
 @pytest.mark.lane("pages")

@@ -6,9 +6,7 @@
 // conversation that was opened then.
 (() => {
   const { settle, run, readDataUri, makeId } = servekitStore;
-  // In sessionStorage: the conversation of this tab, and what was in its field when its page was left.
-  const HERE = "servekit.conversation";
-  const DRAFT = "servekit.draft";
+  const HERE = "servekit.conversation"; // in sessionStorage: the one of this tab
   const SHOWN_WITHIN_MS = 5000; // a server that is gone shows nothing
   const listed = new Map(); // id to { id, title, at }
   const numbers = new Map(); // id to the number of the last save that this tab has seen
@@ -139,19 +137,7 @@
     if (there) numbers.set(there.id, there.number);
     remember(there ? { id: there.id, turns: there.turns } : makeNew());
     draw();
-    restoreDraft();
     return take();
-  };
-  window.addEventListener("pagehide", () => {
-    const box = find("#sk-box textarea");
-    if (box) sessionStorage.setItem(DRAFT, box.value);
-  });
-  const restoreDraft = () => {
-    const [box, draft] = [find("#sk-box textarea"), sessionStorage.getItem(DRAFT)];
-    sessionStorage.removeItem(DRAFT);
-    if (!draft || box.value) return;
-    box.value = draft;
-    box.dispatchEvent(new Event("input", { bubbles: true }));
   };
   let last = Promise.resolve(); // one save at a time
   let before = "";
