@@ -18,7 +18,16 @@ import httpx
 import pytest
 import yaml
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect
+from playwright.sync_api import (
+    Browser,
+    BrowserContext,
+    Locator,
+    Page,
+    Request,
+    Route,
+    TimeoutError,
+    expect,
+)
 
 from servekit.gateway.ui.pages.language import PAGES
 from tests.integration.instance import Instance, echo
@@ -270,6 +279,36 @@ def test_a_reload_keeps_conversation_and_settings_and_a_new_chat_clears(tab: Tab
 
 
 @pytest.mark.lane("pages")
+def test_what_is_being_written_stays_when_the_page_is_left(tab: Tab) -> None:
+    tab.box.fill("Half a sentence, 半句")
+    tab.page.locator("[data-lang=zh]").click()
+    tab.page.wait_for_url("**/ui/zh/")
+    expect(tab.box).to_have_value("Half a sentence, 半句")
+    tab.page.locator("[data-lang=en]").click()
+    tab.page.wait_for_url("**/ui/")
+    expect(tab.box).to_have_value("Half a sentence, 半句")
+    tab.choose("fast")
+    tab.box.press("End")
+    tab.box.press_sequentially("!")
+    tab.box.press("Enter")
+    expect(tab.questions).to_have_text(["Half a sentence, 半句!"])
+    tab.until_done()
+    tab.page.reload()
+    expect(tab.questions).to_have_count(1)
+    expect(tab.box).to_have_value("")
+    tab.page.goto(f"{tab.base}/ui/structured")
+    schema = tab.page.locator("#sk-schema-text textarea")
+    schema.fill('{"type": "string"}')
+    tab.page.reload()
+    expect(schema).to_have_value('{"type": "string"}')
+    prompt = tab.page.locator("#sk-schema-prompt textarea").input_value()
+    tab.page.locator("[data-lang=zh]").click()
+    tab.page.wait_for_url("**/ui/zh/structured")
+    expect(schema).to_have_value('{"type": "string"}')
+    expect(tab.page.locator("#sk-schema-prompt textarea")).not_to_have_value(prompt)
+
+
+@pytest.mark.lane("pages")
 def test_two_browsers_do_not_see_each_other(open_tab: Callable[..., Tab]) -> None:
     mine, yours = open_tab(), open_tab()
     mine.choose("fast")
@@ -382,6 +421,117 @@ def test_two_tabs_keep_what_each_has_said(open_tab: Callable[..., Tab]) -> None:
     expect(one.listed).to_have_count(3)
 
 
+def test_an_answer_that_is_left_is_shown_no_more(tab: Tab) -> None:
+    tab.choose("talker")
+    tab.ask(LONG)
+    _grown(tab, 20)
+    tab.page.locator("#sk-new").click()
+    expect(tab.questions).to_have_count(0)
+    tab.choose("fast")
+    tab.setting("Max tokens").fill("6")
+    tab.answer("anew")  # what the server had sent before would have been shown by now
+    expect(tab.answers).to_have_text(["anewan"])
+    expect(tab.listed).to_have_text(["anew", re.compile("^All work")])
+
+
+def hold(page: Page) -> list[Route]:
+    """Hold the page's next request to show a conversation, or to take a question back."""
+    held: list[Route] = []
+
+    def look(route: Route) -> None:
+        if is_showing(route.request) and not held:
+            held.append(route)
+        else:
+            route.continue_()
+
+    page.route("**/run/predict*", look)
+    return held
+
+
+def is_showing(request: Request) -> bool:
+    data = json.loads(request.post_data or "{}").get("data")
+    return data is not None and len(data) == 1 and '"turns"' in str(data)
+
+
+def open_two(tab: Tab) -> None:
+    """Ask in two conversations; the one of them is shown then."""
+    tab.choose("fast")
+    tab.setting("Max tokens").fill("5")
+    tab.answer("first")
+    tab.page.locator("#sk-new").click()
+    expect(tab.questions).to_have_count(0)
+    tab.answer("other")
+
+
+@pytest.mark.lane("pages")
+def test_what_comes_late_is_not_shown_instead_of_what_was_opened_since(tab: Tab) -> None:
+    open_two(tab)
+    held = hold(tab.page)
+    with tab.page.expect_request(is_showing):
+        tab.listed.filter(has_text="first").click()
+    tab.page.locator("#sk-new").click()
+    expect(tab.questions).to_have_count(0)
+    with tab.page.expect_request(is_showing):  # once more, what is right
+        held[0].continue_()
+    expect(tab.questions).to_have_count(0)
+    tab.answer("third")
+    expect(tab.questions).to_have_text(["third"])
+
+
+@pytest.mark.lane("pages")
+def test_a_question_waits_for_all_that_is_to_be_shown_before(tab: Tab) -> None:
+    """Else the server would drop its answer."""
+    open_two(tab)
+    held = hold(tab.page)
+    with tab.page.expect_request(is_showing):
+        tab.listed.filter(has_text="first").click()
+    tab.listed.filter(has_text="other").click()
+    tab.box.fill("third")
+    tab.box.press("Enter")
+    with pytest.raises(TimeoutError), tab.page.expect_request("**/queue/join*", timeout=500):
+        pass
+    held[0].continue_()
+    expect(tab.answers).to_have_text(["other", "third"])
+    tab.until_done()
+    held = hold(tab.page)
+    with tab.page.expect_request(is_showing):
+        tab.page.get_by_role("button", name="Undo").click()
+    tab.box.fill("fifth")
+    tab.box.press("Enter")
+    with pytest.raises(TimeoutError), tab.page.expect_request("**/queue/join*", timeout=500):
+        pass
+    held[0].continue_()
+    expect(tab.answers).to_have_text(["other", "fifth"])
+    tab.until_done()
+
+
+@pytest.mark.lane("pages")
+def test_a_question_that_meets_one_of_another_tab_loses_neither(
+    open_tab: Callable[..., Tab],
+) -> None:
+    one = open_tab()
+    one.choose("fast")
+    one.setting("Max tokens").fill("5")
+    one.answer("first")
+    other = open_tab(one.page.context)
+    other.listed.click()
+    expect(other.questions).to_have_text(["first"])
+    held: list[Route] = []
+    other.page.route("**/queue/join*", lambda route: held.append(route))
+    with other.page.expect_request("**/queue/join*"):
+        other.box.fill("other")
+        other.box.press("Enter")
+    one.answer("third", 2)
+    held[0].continue_()
+    expect(other.answers).to_have_text(["first", "other"])
+    other.until_done()
+    expect(other.alert).to_contain_text("went on in another tab")
+    expect(one.questions).to_have_text(["first", "third"])
+    one.page.reload()
+    expect(one.questions).to_have_text(["first", "third"])
+    expect(one.listed).to_have_count(2)
+
+
 @pytest.mark.lane("pages")
 def test_a_full_store_is_a_sentence_and_the_chat_goes_on(tab: Tab) -> None:
     full = "throw new DOMException('full', 'QuotaExceededError')"
@@ -392,6 +542,26 @@ def test_a_full_store_is_a_sentence_and_the_chat_goes_on(tab: Tab) -> None:
     tab.answer("two", 2)
     expect(tab.listed).to_have_count(0)
     assert tab.problems == []
+
+
+@pytest.mark.lane("pages")
+def test_a_browser_that_forbids_its_stores_has_a_chat(browser: Browser, instance: Instance) -> None:
+    forbid = """for (const name of ["localStorage", "sessionStorage", "indexedDB"]) {
+        const get = () => { throw new DOMException("denied", "SecurityError"); };
+        Object.defineProperty(window, name, { get, configurable: true });
+    }"""
+    with contextlib.closing(browser.new_context()) as context:
+        context.add_init_script(forbid)
+        tab = Tab(context, url_of(instance))
+        tab.choose("fast")
+        tab.setting("Max tokens").fill("3")
+        tab.answer("one")
+        expect(tab.alert).to_contain_text("keeps nothing")
+        tab.answer("two", 2)
+        tab.page.locator("#sk-new").click()
+        expect(tab.questions).to_have_count(0)
+        tab.page.get_by_role("button", name="Dark or light").click()
+        assert tab.problems == []
 
 
 # ---------------------------------------------------------------- reading and stopping

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from PIL import Image as Pillow
-from playwright.sync_api import Browser, Locator, expect
+from playwright.sync_api import Browser, Locator, TimeoutError, expect
 
 from tests.api_keys import new_key
 from tests.integration.instance import Instance
@@ -267,6 +267,27 @@ def test_files_are_chosen_by_keyboard_pasted_and_dropped(chat: Chat, instance: I
 
 
 @pytest.mark.lane("pages")
+@pytest.mark.lane("pages")
+def test_a_question_waits_for_its_image(chat: Chat) -> None:
+    """A browser takes its time for a photo."""
+    chat.page.evaluate(
+        """() => {
+            const decode = Image.prototype.decode;
+            const waiting = new Promise((go) => (window.go = go));
+            Image.prototype.decode = async function () { await waiting; return decode.call(this); };
+        }"""
+    )
+    chat.box.fill("what?")
+    assert chat.hand_over("paste", ("red.png", "image/png", RED))
+    chat.box.press("Enter")
+    with pytest.raises(TimeoutError), chat.page.expect_request("**/queue/join*", timeout=300):
+        pass
+    chat.page.evaluate("window.go()")
+    chat.until_answered(1)
+    chat.until_drawn(chat.sent, 1)
+    expect(chat.picked).to_have_count(0)
+
+
 def test_a_wrong_or_large_file_is_a_sentence_and_the_text_stays(chat: Chat) -> None:
     file = io.BytesIO()
     Pillow.new("1", (9000, 8000)).save(file, "PNG")

@@ -276,11 +276,15 @@ class Events:
         parts = self._parts
         asking = [parts.kept, parts.model, parts.servers, *parts.settings]
         shown = [parts.chat, parts.box, parts.note, parts.kept]
-        parts.box.submit(self.ask, [parts.box, *asking], shown, js=SEND, **QUIET)
         again = {"js": SEND_AGAIN, **QUIET}
-        parts.chat.example_select(self.example, asking, shown, **again)
-        gr.on([parts.chat.retry, parts.again.click], self.retry, asking, shown, **again)
-        parts.chat.edit(self.edit, asking, shown, **again)
+        for asked in (
+            parts.box.submit(self.ask, [parts.box, *asking], shown, js=SEND, **QUIET),
+            parts.chat.example_select(self.example, asking, shown, **again),
+            gr.on([parts.chat.retry, parts.again.click], self.retry, asking, shown, **again),
+            parts.chat.edit(self.edit, asking, shown, **again),
+        ):
+            for end in (asked.then, asked.failure):
+                end(None, parts.kept, None, js="(kept) => servekitChats.end(kept)", **NOW)
         undone = "() => [servekitChats.undo()]"
         parts.chat.undo(self.undo, parts.kept, shown, js=undone, **NOW)
         parts.kept.change(None, parts.kept, None, js="(kept) => servekitChats.keep(kept)", **NOW)
@@ -382,15 +386,22 @@ class Events:
         who, turns = get_visit(request), conversation.turns
         servers, *values = chosen
         settings = Settings.from_fields(*values)
-        box = _build_box(busy=True, value="")
-        yield {self._parts.chat: show_turns(turns, self._frame.say), self._parts.box: box}
+        box, kept = _build_box(busy=True, value=""), store_turns(conversation, turns)
+        parts, busy = self._parts, True
+        shown = show_turns(turns, self._frame.say)
+        yield {parts.chat: shown, parts.box: box, parts.kept: kept}
         opens = self._open_offer(request, servers) if servers else None
         views = self._chats.answer_turn(
             who, model or "", turns, settings, conversation.files, opens, conversation.id
         )
         async with aclosing(views):
             async for view in views:
-                yield self._show(view, conversation.id)
+                if view.save:
+                    kept = store_turns(conversation, view.turns)
+                busy = view.busy
+                yield {**self._show(view), parts.kept: kept}
+        if busy:  # it was left: at the end, Gradio shows the last update once more
+            yield {parts.note: gr.skip()}
 
     def _open_offer(self, request: gr.Request, servers: list[str]) -> OpenOffer:
         async def open_offer() -> Offer:
@@ -398,11 +409,9 @@ class Events:
 
         return open_offer
 
-    def _show(self, view: View, id: str) -> Update:
+    def _show(self, view: View) -> Update:
         parts, shown = self._parts, show_turns(view.turns, self._frame.say)
         update: Update = {parts.chat: shown, parts.note: self._describe(view)}
-        if view.save:
-            update[parts.kept] = store_turns(id, view.turns)
         if not view.busy:
             update[parts.box] = _build_box(busy=False)
         return update
@@ -467,7 +476,7 @@ class Events:
         turns = conversation.turns
         at = _get_turn(turns, data.index)
         text = turns[at]["content"] if at < len(turns) else ""
-        kept = store_turns(conversation.id, turns[:at])
+        kept = store_turns(conversation, turns[:at])
         return self._show_kept(kept) | {self._parts.box: _build_box(busy=False, value=text)}
 
     def _show_kept(self, kept: str) -> Update:

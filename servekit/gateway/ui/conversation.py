@@ -58,6 +58,7 @@ class Conversation:
 
     turns: list[StoredMessage]
     id: str = ""  # by which the browser stores it
+    event: int = 0  # of the page, by its own count
     picked: list[StoredImage] = field(default_factory=list)  # for the next turn
     files: Mapping[str, str] = field(default_factory=dict)  # `data:` URIs by id
 
@@ -178,10 +179,11 @@ def parse_conversation(sent: str | None) -> Conversation:
         found = None
     given: dict[str, Any] = found if isinstance(found, dict) else {}
     files = given.get("files")
-    id = given.get("id")
+    id, event = given.get("id"), given.get("event")
     return Conversation(
         parse_turns(given.get("turns")),
         id if isinstance(id, str) else "",
+        event if isinstance(event, int) else 0,
         _images_of(given.get("picked")),
         {name: file for name, file in files.items() if _is_file(file)}
         if isinstance(files, dict)
@@ -236,9 +238,9 @@ def _is_file(sent: Any) -> TypeGuard[str]:
     return isinstance(sent, str) and sent.startswith("data:")
 
 
-def store_turns(id: str, turns: Sequence[StoredMessage]) -> str:
-    """Return a conversation as JSON, for the browser to store by its id."""
-    return msgspec.json.encode({"id": id, "turns": turns}).decode()
+def store_turns(sent: Conversation, turns: Sequence[StoredMessage]) -> str:
+    """Return what became of a conversation that a page sent as JSON, for the browser to store."""
+    return msgspec.json.encode({"id": sent.id, "turns": turns, "event": sent.event}).decode()
 
 
 def make_question(text: str, images: Sequence[StoredImage] = ()) -> StoredMessage:

@@ -1,7 +1,9 @@
 // The conversations of the chat. This browser keeps them, and a tab shows one of them: their list, and
 // what is saved of the one that is shown. Several tabs may be open: each save of a conversation has a
 // number, and a tab that has not seen the last one saves beside it. `start`, `take`, `begin`, `keep`,
-// `pack` and `undo` are called by events of chat_page.py, with conversations as JSON.
+// `pack`, `undo` and `end` are called by events of chat_page.py, with conversations as JSON. What comes
+// back has the number of its event: on a slow line, an answer that was left may come after the
+// conversation that was opened then.
 (() => {
   const { settle, run, readDataUri, makeId } = servekitStore;
   const HERE = "servekit.conversation"; // in sessionStorage: the one of this tab
@@ -21,7 +23,6 @@
   const say = (key, values = {}) =>
     JSON.parse(root().dataset.texts)[key].replace(/\{(\w+)\}/g, (_, field) => values[field]);
   const complain = (sentence) => (find("#sk-store [role=alert]").textContent = sentence);
-  const isBusy = () => find("#sk-box [data-testid=stop-button]") !== null;
   const pickIds = (turns) => turns.flatMap((turn) => turn.images ?? []).map(({ id }) => id);
 
   // ---- the store
@@ -90,7 +91,10 @@
     if (there) list(there);
     else listed.delete(id);
     const isNews = (there?.number ?? 0) !== (numbers.get(id) ?? 0);
-    if (id === current.id && isNews && !isBusy()) show(there ?? makeNew());
+    if (id === current.id && isNews) {
+      if (asking) missed = id;
+      else show(there ?? makeNew());
+    }
     draw();
   };
 
@@ -101,15 +105,23 @@
     numbers.set(conversation.id, conversation.number ?? 0);
     remember({ id: conversation.id, turns: conversation.turns });
     draw();
+    showAgain();
+  };
+  let event = 0; // the number of the last one
+  const due = new Set(["start"]); // what the server has not shown yet: by event, if it has one
+  const waiting = []; // to be called when nothing is due
+  let asking = 0; // questions that the server has not ended yet
+  let stale = false; // whether the page shows what was left
+  let missed = null; // the id of what has news of another tab
+  const showAgain = () => {
+    due.add("press");
     find("#sk-show").click();
   };
-  let taken = 0;
-  let shown = null; // resolves when the page shows what was taken last
-  let tellShown = () => {};
   const take = () => {
-    taken += 1;
-    shown ??= new Promise((resolve) => (tellShown = resolve));
-    return JSON.stringify({ ...current, isShown: taken });
+    due.delete("start");
+    due.delete("press");
+    due.add(++event);
+    return JSON.stringify({ ...current, event, isShown: true });
   };
   const begin = () => {
     remember(makeNew());
@@ -128,38 +140,63 @@
     return take();
   };
   let last = Promise.resolve(); // one save at a time
+  let before = "";
   const keep = (kept) => {
-    const { id: given, turns, isShown } = JSON.parse(kept || "{}");
-    if (isShown === taken) {
-      tellShown();
-      shown = null;
-    }
+    if (kept === before) return;
+    before = kept;
+    const { id: given, turns, event: at, isShown } = JSON.parse(kept || "{}");
+    due.delete(at);
+    if (!due.size) waiting.splice(0).forEach((go) => go());
     if (!given || deleted.has(given)) return;
-    if (isShown) { // it comes from the store, which may have a later one by now
-      if (given === current.id) servekitImages.keep(turns, true);
-      return;
-    }
+    stale = at !== event;
+    if (!isShown) keepTurns(given, turns);
+    else if (!stale) servekitImages.keep(turns, true); // from the store, which may have a later one by now
+    catchUp();
+  };
+  const keepTurns = (given, turns) => {
     const idNow = () => beside.get(given) ?? given; // a save before this one may change it
+    const isCurrent = idNow() === current.id;
+    if (stale && isCurrent) return; // it was opened again since
     const saving = last.then(() => save(idNow(), turns));
     last = saving;
-    if (idNow() === current.id) {
+    if (isCurrent) {
       current.turns = turns;
       servekitImages.keep(turns, saving);
-    } else {
-      find("#sk-show").click(); // the last words of an answer that was left
     }
   };
+  /** Show what is current unless an answer is coming, which shows it; the server would drop that. */
+  const catchUp = () => {
+    if (asking) return;
+    if (stale) showAgain();
+    const id = missed;
+    if (id) last.then(() => channel.onmessage({ data: id })); // by then the answer may have forked
+    stale = false;
+    missed = null;
+  };
   const pack = async (withPicked) => {
-    const wait = new Promise((resolve) => setTimeout(resolve, SHOWN_WITHIN_MS));
-    // else the server would drop the answer when it shows the conversation later
-    await Promise.race([shown, wait]);
-    return JSON.stringify({ id: current.id, ...(await servekitImages.pack(current.turns, withPicked)) });
+    asking += 1;
+    if (due.size) {
+      // else the server would drop the answer when it shows the conversation later
+      await new Promise((resolve) => {
+        waiting.push(resolve);
+        setTimeout(resolve, SHOWN_WITHIN_MS);
+      });
+      due.clear();
+    }
+    const [{ id, turns }, at] = [current, ++event]; // it may be left while the files are read
+    return JSON.stringify({ id, event: at, ...(await servekitImages.pack(turns, withPicked)) });
+  };
+  const end = (kept) => {
+    keep(kept); // its change may be told later
+    asking -= 1;
+    catchUp();
   };
   const undo = () => {
     servekitImages.undo(current.turns);
-    return JSON.stringify(current);
+    due.add(++event);
+    return JSON.stringify({ ...current, event });
   };
-  window.servekitChats = { start, take, begin, keep, pack, undo };
+  window.servekitChats = { start, take, begin, keep, pack, undo, end };
 
   // ---- the list
   const draw = () => {

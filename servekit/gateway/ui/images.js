@@ -28,7 +28,9 @@
   const imagesOf = (turns) => (turns ?? []).flatMap((turn) => turn.images ?? []);
 
   // ---- adding
-  const add = async (given) => {
+  let adding = Promise.resolve();
+  const add = (given) => (adding = Promise.allSettled([adding, addAll(given)]));
+  const addAll = async (given) => {
     const found = [sight().blind];
     for (const file of sight().blind ? [] : given) found.push(await addOne(file));
     complain([...new Set(found)].join(" ").trim());
@@ -166,6 +168,7 @@
 
   // ---- sending
   const pack = async (turns, withPicked) => {
+    await adding; // Enter may follow at once
     await last;
     const next = withPicked ? picked : [];
     const wanted = [...imagesOf(turns), ...next];

@@ -2,6 +2,22 @@
 // on the document, since Gradio adds and removes elements. Text from a model is only ever set as
 // text, never as HTML.
 (() => {
+  // A browser may forbid its storages, or have no room: what is kept there lasts as long as the page then.
+  for (const name of ["localStorage", "sessionStorage"]) {
+    const kept = new Map();
+    try {
+      for (const key of Object.keys(window[name])) kept.set(key, window[name].getItem(key));
+      window[name].setItem("servekit.probe", "");
+      window[name].removeItem("servekit.probe");
+    } catch {
+      const value = {
+        getItem: (key) => kept.get(key) ?? null,
+        setItem: (key, text) => void kept.set(key, String(text)),
+        removeItem: (key) => void kept.delete(key),
+      };
+      Object.defineProperty(window, name, { value });
+    }
+  }
   const onBody = (act) => (document.body ? act() : document.addEventListener("DOMContentLoaded", act));
   const dark = (on) => document.body.classList.toggle("dark", on);
   const chosen = () => localStorage.getItem("servekit.theme");
@@ -32,6 +48,35 @@
     }).observe(document.body, { childList: true, subtree: true });
   });
 
+  // ---- what is written in a tab's fields: for its next page of that kind, in whatever language
+  const page = location.pathname.replace(/^\/ui(\/zh)?\/?/, "");
+  const WRITTEN = `servekit.written.${page}`; // in sessionStorage
+  const written = new Set(); // ids of fields
+  const textOf = (id) => document.querySelector(`#${id} textarea`);
+  document.addEventListener("input", ({ target }) => {
+    const id = target.matches?.("textarea") && target.closest("[id]")?.id;
+    if (id && id !== "sk-chat") written.add(id); // there it is a question that is edited
+  });
+  const before = new Map(JSON.parse(sessionStorage.getItem(WRITTEN) ?? "[]")); // not in its field yet
+  sessionStorage.removeItem(WRITTEN); // a copy of the tab begins anew
+  window.addEventListener("pagehide", () => {
+    const texts = [...written].map((id) => [id, textOf(id)?.value]).filter(([, text]) => text);
+    sessionStorage.setItem(WRITTEN, JSON.stringify([...before, ...texts]));
+  });
+  const write = (id, text) => {
+    if (!before.delete(id) || written.has(id)) return;
+    textOf(id).value = text;
+    textOf(id).dispatchEvent(new Event("input", { bubbles: true }));
+  };
+  const onIdle = window.requestIdleCallback ?? setTimeout; // Gradio listens to the field by then
+  const looksForFields = new MutationObserver(() => {
+    if (!before.size) looksForFields.disconnect();
+    for (const [id, text] of before) { // it may be in a tab that is not shown
+      if (textOf(id)) onIdle(() => write(id, text), { timeout: 2000 });
+    }
+  });
+  looksForFields.observe(document.documentElement, { childList: true, subtree: true });
+
   // ---- files
   /** Call `act` with files that are dropped while `accepts`; `mark` shows whether they are above. */
   window.servekitOnDrop = (accepts, mark, act) => {
@@ -59,7 +104,7 @@
     const answer = await ask(...asked);
     if (!leaving && answer.status === 401 && new URL(answer.url).origin === location.origin) {
       leaving = true;
-      location = `/ui/login?to=${location.pathname.replace(/^\/ui(\/zh)?\/?/, "")}`;
+      location = `/ui/login?to=${page}`;
     }
     return answer;
   };

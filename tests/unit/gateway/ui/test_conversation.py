@@ -115,7 +115,8 @@ def test_what_a_page_sends_with_a_question() -> None:
     conversation = parse_conversation(json.dumps(sent))
     assert (conversation.id, conversation.turns) == ("c", turns)
     assert (conversation.picked, conversation.files) == ([IMAGE], {IMAGE["id"]: URI})
-    assert parse_conversation(store_turns("c", turns)) == Conversation(turns, "c")
+    kept = store_turns(Conversation([], "c", 7), turns)
+    assert parse_conversation(kept) == Conversation(turns, "c", 7)
     for malformed in (None, "", "{", "[1]", '{"id": 1, "turns": 2, "files": []}'):
         assert parse_conversation(malformed) == Conversation([])
     by_model = [{**turns[1], "images": [IMAGE]}]
