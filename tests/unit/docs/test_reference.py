@@ -92,6 +92,7 @@ def test_each_command_and_option_is_there() -> None:
     for name, command in known.items():
         for option in (one for one in command.params if not one.hidden):
             words = [*option.opts, *option.secondary_opts]
+            assert option.param_type_name == "argument" or option.help, (name, words)
             for word in words if option.param_type_name == "option" else ():
                 assert f"`{word}`" in sections[name], (name, word)
     assert "`SERVEKIT_RUN_DIR`" in sections["servekit ps"]
