@@ -124,6 +124,8 @@ def test_each_error_code_of_a_request_is_there() -> None:
     shown = dict(re.findall(r"^\| `(\w+)` \| (\d+) \|", text("errors"), re.MULTILINE))
     assert codes - unsent <= set(shown) and len(codes) > 30
     assert shown["client_closed"] == "499"
+    found = next(one for one in text("errors").splitlines() if one.startswith("| `not_found`"))
+    assert "server.batches" in found and "The path, or a model" in found
 
 
 def test_each_metric_is_there() -> None:
