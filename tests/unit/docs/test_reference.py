@@ -70,6 +70,11 @@ def test_each_key_of_the_file_is_there() -> None:
     assert text("configuration").count("**required**") >= 4
 
 
+@pytest.mark.parametrize("name", ["configuration", "api"])
+def test_bounds_have_all_of_their_digits(name: str) -> None:
+    assert not re.search(r"number, [^|]*\d\.?\d*e\+", text(name))
+
+
 def commands(group: Any, name: str = "servekit") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for part, one in group.commands.items():
