@@ -80,11 +80,23 @@ def write_unit(config: Path, program: Path, *, user: bool, profile: str = "") ->
                 )
     option = f" --profile {_quote(profile)}" if profile else ""
     served = head.replace(_PROGRAM, _quote(program)).replace(_CONFIG, _quote(config) + option)
+    if user and (run_dir := _find_run_dir(config)) is not None:
+        served = served.replace(" reload\n", f" reload --run-dir {_quote(run_dir)}\n")
     return f"# Written by `servekit service install`.\n\n{served}"
 
 
+def _find_run_dir(config: Path) -> Path | None:
+    """Return the run directory that the file names, where `servekit reload` would not look."""
+    from servekit.config.load import load_config
+
+    try:
+        return load_config(config).run_dir
+    except ConfigError:
+        return None  # of the start, which has the unit's environment, and says what is wrong
+
+
 def _without_sandbox(text: str) -> str:
-    """Return the unit for a user's manager: the default run directory, and no sandbox."""
+    """Return the unit for a user's manager: the file's or default run directory, no sandbox."""
     kept = text[: text.index(_SANDBOX)].rstrip()
     kept = kept.replace(" --run-dir /var/lib/servekit/run", "").replace(
         "LimitMEMLOCK=infinity\n", ""
