@@ -75,7 +75,9 @@ Model = Annotated[
     typer.Option("--model", "-m", help="Model to ask; not needed if there is only one."),
 ]
 ApiName = Annotated[str, typer.Option(help="chat, completions or embeddings.")]
-Stream = Annotated[bool, typer.Option("--stream/--no-stream")]
+Stream = Annotated[
+    bool, typer.Option("--stream/--no-stream", help="Ask for streams, or for whole answers.")
+]
 PromptTokens = Annotated[
     str | None,
     typer.Option(

@@ -60,7 +60,9 @@ def events(
     since: Annotated[
         str, typer.Option(metavar="SPAN", help="Oldest age to show: 90s, 10m, 2h, 1d.")
     ] = "",
-    most: Annotated[int, typer.Option("-n", min=0, help="Number of last entries to print.")] = 50,
+    most: Annotated[
+        int, typer.Option("--tail", "-n", min=0, help="Number of last entries to print.")
+    ] = 50,
     run_dir: RunDirectory = None,
 ) -> None:
     """Show the events: starts, exits and their causes, reloads, loads, breakers, adapters."""

@@ -36,6 +36,7 @@ from servekit.config.sections.chat_template import read_template
 from servekit.config.sections.mcp import McpServerConfig
 from servekit.config.sections.scale import ReplicaRange
 from servekit.config.yaml.nodes import Node, find_node, plain_value
+from servekit.system.python.installation import is_slim, make_pip_command
 
 Place = tuple[str | int, ...]
 
@@ -235,7 +236,7 @@ def _check_scaling(config: ModelConfig, at: Place) -> Iterator[Problem]:
 def check_tracing(config: Config, machine: Machine) -> Iterator[Problem]:
     """Find what tracing needs and this machine lacks."""
     if config.tracing is not None and not machine.has("opentelemetry.exporter.otlp.proto.http"):
-        message = "OpenTelemetry's exporter is not installed; pip install 'servekit[otel]'."
+        message = f"OpenTelemetry's exporter is not installed; {make_pip_command('otel')}."
         yield Problem(("tracing",), message, at_key=True)
 
 
@@ -256,7 +257,7 @@ def check_mcp(config: Config, folder: Path, machine: Machine | None) -> Iterator
         message = "only the pages use MCP servers, and the file says `ui: false`."
         yield Problem(("server", "mcp"), message, at_key=True)
     if config.server.mcp and machine is not None and not machine.has("mcp"):
-        message = "the package mcp is not installed; pip install 'servekit[mcp]'."
+        message = f"the package mcp is not installed; {make_pip_command('mcp')}."
         yield Problem(("server", "mcp"), message, at_key=True)
 
 
@@ -275,7 +276,7 @@ def check_launcher(config: Config, machine: Machine | None) -> Iterator[Problem]
         return
     for module, package in _OF_RAY if machine is not None else ():
         if machine is not None and not machine.has(module):
-            message = f"{package} is not installed; pip install 'servekit[ray]'."
+            message = f"{package} is not installed; {make_pip_command('ray')}."
             yield Problem(("launcher",), message, at_key=True)
             break
     if config.gpus.reserve is not None:
@@ -312,7 +313,8 @@ def check_machine(
         yield from _check_environment(config, (*at, "python"), kind)
     elif remedy := install_command(kind, machine.has, config.options):
         message = f"the engine {config.engine} is not installed; servekit engine install "
-        message += f"{config.engine} makes an environment for it, {remedy} adds it to this one."
+        message += f"{config.engine} makes an environment for it"
+        message += "." if is_slim() else f", {remedy} adds it to this one."
         yield Problem((*at, "engine"), message)
         return
     if not elsewhere:

@@ -213,7 +213,9 @@ def _hint(node: Node, wanted: list[str], error: ErrorDetails) -> str:
 
 
 def _suggest_memory(number: float) -> str:
-    """Return the advice for an amount of memory without a unit: a share up to 1, else GiB."""
+    """Return the advice for memory without a unit: a share up to 1, GiB, or bytes from 1 MiB on."""
+    if number >= 2**20:
+        return f"Write {number / 2**20:.0f}MiB."
     if 0 < number <= 1:
         return f"Write {number * 100:g}%, a share of the GPU, or 20GiB."
     return f"Write {number:g}GiB, or {min(number, 100):g}% of the GPU."

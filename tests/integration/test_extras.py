@@ -46,6 +46,11 @@ def test_the_slim_package_lacks_the_libraries_of_an_engine_and_nothing_else() ->
     assert slim["project"]["dependencies"] == list(names.values())
     for key in ("version", "requires-python", "license", "scripts"):
         assert slim["project"][key] == whole["project"][key]
+    extras = whole["project"]["optional-dependencies"]
+    of_engines = {"llamacpp", "vllm", "audio", "faster-whisper", "quantization", "test", "lanes"}
+    assert slim["project"]["optional-dependencies"] == {
+        extra: extras[extra] for extra in extras if extra not in of_engines
+    }
     parts = whole["tool"]["setuptools"], slim["tool"]["setuptools"]
     assert parts[0]["package-data"] == parts[1]["package-data"]
     assert parts[0]["packages"]["find"]["include"] == parts[1]["packages"]["find"]["include"]
@@ -69,7 +74,8 @@ def test_the_slim_package_serves_with_the_engine_of_another_environment(tmp_path
         subprocess.run, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=60
     )
     refused = run([python, "-m", "servekit", "check", write_config(tmp_path, [model])])
-    assert "servekit engine install transformers makes an environment" in refused.stderr
+    assert "servekit engine install transformers makes an environment for it." in refused.stderr
+    assert "pip install" not in refused.stderr
     doctor = run([python, "-m", "servekit", "doctor"])
     assert "not in servekit's own environment" in doctor.stdout, doctor.stderr
     models = [model | {"python": sys.executable}, echo("e")]

@@ -198,7 +198,8 @@ def test_all_requests_are_counted_by_whom_of_what_and_how_they_ended(live: Live)
     of = {"model": "a", "adapter": "", "key": "team"}
     live.until(8, "servekit_requests_total", outcome="length", status="200", **of)
     live.until(1, "servekit_requests_total", model="a", adapter="loud", key="team")
-    live.until(1, "servekit_requests_total", model="", outcome="model_not_found", status="404")
+    not_found = {"model": "", "outcome": "model_not_found", "status": "404"}
+    live.until(1, "servekit_requests_total", key="team", **not_found)
     live.until(prompt_tokens, "servekit_prompt_tokens_total", **of)
     live.until(completion_tokens, "servekit_completion_tokens_total", **of)
     live.until(9, "servekit_http_requests_total", route="/v1/completions", status="200")

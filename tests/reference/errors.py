@@ -12,12 +12,15 @@ from servekit.errors import RequestError, ServekitError
 
 
 def make_table() -> str:
-    """Return a Markdown table: a row for each code and status."""
-    rows: dict[tuple[int, str], str] = {}
+    """Return a Markdown table: a row for each code and status, with all that it may mean."""
+    rows: dict[tuple[int, str], dict[str, None]] = {}
     for kind in list_errors():
         summary = (inspect.getdoc(kind) or "").partition("\n\n")[0].replace("\n", " ")
-        rows.setdefault((kind.status, kind.code), summary)
-    lines = [f"| `{code}` | {status} | {told} |" for (status, code), told in sorted(rows.items())]
+        rows.setdefault((kind.status, kind.code), {})[summary] = None
+    lines = [
+        f"| `{code}` | {status} | {' Or: '.join(rows[status, code])} |"
+        for status, code in sorted(rows)
+    ]
     head = ["| code | status | what it means, and what to do |", "|---|---|---|"]
     return "\n".join([*head, *lines]) + "\n"
 

@@ -58,7 +58,12 @@ def _range(field: Field) -> str:
     low, high = field.get("minimum"), field.get("maximum")
     above = field.get("exclusiveMinimum")
     if low is not None and high is not None:
-        return f", {low:g} to {high:g}"
+        return f", {_plain(low)} to {_plain(high)}"
     if above is not None:
-        return f", over {above:g}" + (f" to {high:g}" if high is not None else "")
-    return f" ≥ {low}" if low is not None else ""
+        return f", over {_plain(above)}" + (f" to {_plain(high)}" if high is not None else "")
+    return f" ≥ {_plain(low)}" if low is not None else ""
+
+
+def _plain(bound: float) -> str:
+    """Return a bound with all of its digits, as an error message has it."""
+    return str(int(bound) if bound == int(bound) else bound)

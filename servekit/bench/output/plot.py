@@ -43,7 +43,7 @@ def check_plot(path: Path) -> None:
     if path.suffix.lower() not in (".png", ".html"):
         raise ConfigError(f"--plot {path}: write FILE.png or FILE.html")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib: pip install 'servekit[bench]'")
+        raise ConfigError("--plot needs matplotlib: pip install matplotlib")
 
 
 def draw_plot(result: Result, path: Path) -> None:

@@ -66,8 +66,18 @@ def chat(
     ] = None,
     run_dir: RunDirectory = None,
     system: Annotated[str, typer.Option(help="System message.")] = "",
-    temperature: Annotated[float | None, typer.Option(min=0.0, max=2.0)] = None,
-    top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0)] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=2.0, help="0: always the likeliest token; higher: more varied."),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Draw from the likeliest tokens that together have this probability.",
+        ),
+    ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Longest answer, in tokens.")
     ] = None,

@@ -43,6 +43,14 @@ class Command(TyperCommand):
                 word = str(one.name).upper().replace("_", "-") + ("..." if one.nargs < 0 else "")
                 one.metavar = word if one.required else f"[{word}]"
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Name the variable of an option by its word, not by its parameter as Typer does."""
+        for one in self.params:
+            words = [word[2:].replace("-", "_") for word in one.opts if word.startswith("--")]
+            if words and one.name not in words and one.envvar is None:
+                one.envvar = f"{ctx.auto_envvar_prefix}_{words[0].upper()}"
+        return super().parse_args(ctx, args)
+
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         arguments = (one for one in self.params if one.param_type_name == "argument")
         return ["[OPTIONS]", *(str(one.metavar) for one in arguments)]

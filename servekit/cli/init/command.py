@@ -45,7 +45,9 @@ def init(
     gpus: Annotated[
         str | None, typer.Option(help="GPUs to use: all, none, or by index: 0,1.")
     ] = None,
-    port: Annotated[int | None, typer.Option(min=0, max=65535)] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port to listen on; 0: a free one.")
+    ] = None,
     keys: Annotated[
         bool | None,
         typer.Option("--keys/--no-keys", help="Make an API key, and listen for other machines."),

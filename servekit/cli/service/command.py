@@ -82,14 +82,27 @@ def write_unit(config: Path, program: Path, *, user: bool, profile: str = "") ->
                     f"{path}: the system's unit cannot read homes; move it (the program to "
                     f"{_PROGRAM}, the file to {_CONFIG}), or write a unit of this user with --user"
                 )
-    option = f" --profile {_quote(profile)}" if profile else ""
-    arguments = f"{_quote(config)}{option}".replace("$", "$$")  # of a program it is no variable
-    served = head.replace(_PROGRAM, _quote(program)).replace(_CONFIG, arguments)
+    option = f" --profile {_quote_argument(profile)}" if profile else ""
+    served = head.replace(_PROGRAM, _quote(program)).replace(
+        _CONFIG, _quote_argument(config) + option
+    )
+    if user and (run_dir := _find_run_dir(config)) is not None:
+        served = served.replace(" reload\n", f" reload --run-dir {_quote_argument(run_dir)}\n")
     return f"# Written by `servekit service install`.\n\n{served}"
 
 
+def _find_run_dir(config: Path) -> Path | None:
+    """Return the run directory that the file names, where `servekit reload` would not look."""
+    from servekit.config.load import load_config
+
+    try:
+        return load_config(config).run_dir
+    except ConfigError:
+        return None  # of the start, which has the unit's environment, and says what is wrong
+
+
 def _without_sandbox(text: str) -> str:
-    """Return the unit for a user's manager: the default run directory, and no sandbox."""
+    """Return the unit for a user's manager: the file's or default run directory, no sandbox."""
     kept = text[: text.index(_SANDBOX)].rstrip()
     kept = kept.replace(" --run-dir /var/lib/servekit/run", "").replace(
         "LimitMEMLOCK=infinity\n", ""
@@ -104,6 +117,11 @@ def _quote(word: Path | str) -> str:
     """Quote a word for ExecStart=; source: systemd.service(5), command lines."""
     text = str(word).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     return text if shlex.quote(text) == text else f'"{text}"'
+
+
+def _quote_argument(word: Path | str) -> str:
+    """Quote a word after the program, where systemd expands variables."""
+    return _quote(word).replace("$", "$$")
 
 
 def _unit_folder(*, user: bool) -> Path:

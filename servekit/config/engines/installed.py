@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from servekit.config.engines import plugins
 from servekit.config.engines.options import KINDS, EngineKind
+from servekit.system.python.installation import is_slim
 
 #: Modules whose packages have other names, or several.
 _PACKAGES = {
@@ -60,6 +61,7 @@ def list_engines() -> Iterator[tuple[str, str]]:
     """Yield each engine's name with its version and source ("vllm 0.23.0"), or an install hint."""
     for name, kind in KINDS.items():
         if remedy := install_command(kind):
+            remedy = f"servekit engine install {name}" if is_slim() else remedy
             yield name, f"not installed: {remedy}"
         else:
             module = find_module(kind)

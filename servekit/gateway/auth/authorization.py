@@ -151,8 +151,7 @@ class Access:
         its caller is unknown.
         """
         if self.closed:
-            caller = call.caller or ACTING.get()
-            if caller is None:
+            if (caller := self.find_caller(call)) is None:
                 raise InvalidKey("an API key is needed")
             caller.admit_call(call, model, adapter)
             if self.rules.prefixes_by_key:
@@ -162,6 +161,10 @@ class Access:
             prompt = call.prompt if call.messages is None else call.messages
             key, name = call.key if self.closed else "", adapter or model
             log.info("prompt", key=key, model=name, prompt=prompt)
+
+    def find_caller(self, call: InflightRequest) -> ApiKey | None:
+        """Return the caller of a call, admitted or not; None without keys."""
+        return (call.caller or ACTING.get()) if self.closed else None
 
     def may_use(self, model: str, base: str = "") -> bool:
         """Return whether the current caller may use a model, or an adapter of `base`."""

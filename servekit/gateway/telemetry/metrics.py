@@ -234,7 +234,8 @@ class RequestMetrics:
             route = router.find(call.model)
         except ModelNotFound:
             route = None
-        key = "" if call.caller is None else call.caller.rule.name
+        caller = router.access.find_caller(call)
+        key = "" if caller is None else caller.rule.name
         self._find_labelled_meter(route, call).count_refusal(key, error.code)
         if call.origin is not None:
             call.origin.on_ended(call, error.code, None)

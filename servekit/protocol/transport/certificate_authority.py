@@ -114,7 +114,7 @@ def _need_cryptography() -> None:
     except ImportError:
         raise StartError(
             "workers on other machines need certificates, and the package that makes them is not"
-            " installed here: pip install 'servekit[cluster]'"
+            " installed here: pip install cryptography"
         ) from None
 
 

@@ -82,6 +82,7 @@ def needs_restart(old: Config, new: Config) -> str:
     """Return a sentence on the changed keys that need a restart; "" if there are none."""
     keys = [f"server.{key}" for key in sorted(_differ(old.server, new.server) - LIVE_SERVER_KEYS)]
     keys += [f"gpus.{key}" for key in sorted(_differ(old.gpus, new.gpus))]
+    keys += ["logging.format"] if old.logging.format != new.logging.format else []
     keys += [
         key for key in ("run_dir", "launcher", "ray") if getattr(old, key) != getattr(new, key)
     ]
@@ -123,23 +124,27 @@ def diff(
     return (*changes, *(Change(name, "removed", len(held), 0) for name, held in gone))
 
 
+def changed_sections(old: Config, new: Config, *, access: bool) -> list[str]:
+    """Return what has changed beside the models; `access`: the rules that gateways follow have."""
+    first = ["access"] if access else ["server"] if old.server != new.server else []
+    return first + (["profiles"] if old.profiles != new.profiles else [])
+
+
 def describe_changes(
-    changes: Sequence[Change], lacking: Collection[str] = (), *, access: bool = False
+    changes: Sequence[Change], lacking: Collection[str] = (), sections: Sequence[str] = ()
 ) -> str:
     """Return the changes in words: "2 replicas of a replaced, b removed, c unchanged".
 
-    `lacking` are the models whose missing adapters are loaded again; `access`: the access rules
-    have changed.
+    `lacking` are the models whose missing adapters are loaded again.
     """
     again = [c.name for c in changes if c.kind == "unchanged" and c.name in lacking]
-    if not access and not again and all(change.kind == "unchanged" for change in changes):
+    if not sections and not again and all(change.kind == "unchanged" for change in changes):
         return "nothing to change"
-    first = ["access changed"] if access else []
     told = [
         f"adapters of {change.name} loaded again" if change.name in again else str(change)
         for change in changes
     ]
-    return ", ".join([*first, *told])
+    return ", ".join([*(f"{section} changed" for section in sections), *told])
 
 
 def _kind(old: ModelConfig, new: ModelConfig, before: Slots, after: Slots) -> Kind:

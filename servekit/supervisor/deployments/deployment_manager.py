@@ -181,7 +181,8 @@ class DeploymentManager:
         """Start the changes to this plan; return them in words."""
         for name, choice in plan.choices.items():
             log.info("engine_chosen", model=name, engine=choice.engine, why=choice.why)
-        new_access = plan.access != self.plan.access
+        access = plan.access != self.plan.access
+        sections = reload.changed_sections(self.plan.config, plan.config, access=access)
         occasion = (
             StartReason.from_supervisor_start()
             if plan is self.plan
@@ -214,7 +215,7 @@ class DeploymentManager:
                 deployment.roll_out(model, slots, threads, claimed)
         self._forget_ended()
         self.host.publish_change()
-        return reload.describe_changes(changes, lacking, access=new_access)
+        return reload.describe_changes(changes, lacking, sections)
 
     def forget_process(self, life: WorkerProcess | ForkServer) -> None:
         """Forget a worker or fork server that has ended."""

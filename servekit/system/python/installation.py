@@ -1,4 +1,4 @@
-"""The installed files of servekit, which an upgrade may replace while an instance runs."""
+"""The installed servekit: its package, and its files, which an upgrade may replace meanwhile."""
 
 from __future__ import annotations
 
@@ -33,3 +33,19 @@ def require_protocol(own: int) -> None:
     theirs = os.environ.get(PROTOCOL_VARIABLE, str(own))
     if theirs != str(own):
         sys.exit(f"it speaks protocol {own}, and its supervisor {theirs}. {UPGRADED}")
+
+
+def is_slim() -> bool:
+    """Return whether this is the package of `deploy/slim`, whose engines have environments."""
+    from importlib import metadata  # a slow import
+
+    try:
+        metadata.distribution("servekit-slim")
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def make_pip_command(extra: str) -> str:
+    """Return the command that adds an extra to this installation."""
+    return f"pip install 'servekit{'-slim' if is_slim() else ''}[{extra}]'"

@@ -38,6 +38,7 @@ def told(folder: Path, line: str, more: str = "") -> str:
     [
         ("memory: 0.5", "the number 0.5. Write 50%, a share of the GPU, or 20GiB."),
         ("memory: 1", "the number 1. Write 100%, a share of the GPU, or 20GiB."),
+        ("memory: 21474836480", "the number 21474836480. Write 20480MiB."),
         ("memory: 1.5", "the number 1.5. Write 1.5GiB, or 1.5% of the GPU."),
         ("memory: 100", "the number 100. Write 100GiB, or 100% of the GPU."),
         ("memory: 150", "the number 150. Write 150GiB, or 100% of the GPU."),

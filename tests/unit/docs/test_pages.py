@@ -65,6 +65,12 @@ def test_every_file_that_a_page_names_is_there() -> None:
             assert (ROOT / path).exists() or (ROOT / f"{path}.py").exists(), (page.name, path)
 
 
+def test_every_test_that_a_page_names_is_there() -> None:
+    modules = {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
+    for page in pages.list_pages().values():
+        assert set(re.findall(r"`(test_\w+)`", page.path.read_text())) <= modules, page.name
+
+
 def test_images_are_small() -> None:
     assert all(path.stat().st_size < 200_000 for path in pages.FOLDER.glob("images/*"))
 

@@ -70,6 +70,11 @@ def test_each_key_of_the_file_is_there() -> None:
     assert text("configuration").count("**required**") >= 4
 
 
+@pytest.mark.parametrize("name", ["configuration", "api"])
+def test_bounds_have_all_of_their_digits(name: str) -> None:
+    assert not re.search(r"number, [^|]*\d\.?\d*e\+", text(name))
+
+
 def commands(group: Any, name: str = "servekit") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for part, one in group.commands.items():
@@ -92,6 +97,7 @@ def test_each_command_and_option_is_there() -> None:
     for name, command in known.items():
         for option in (one for one in command.params if not one.hidden):
             words = [*option.opts, *option.secondary_opts]
+            assert option.param_type_name == "argument" or option.help, (name, words)
             for word in words if option.param_type_name == "option" else ():
                 assert f"`{word}`" in sections[name], (name, word)
     assert "`SERVEKIT_RUN_DIR`" in sections["servekit ps"]
@@ -123,6 +129,8 @@ def test_each_error_code_of_a_request_is_there() -> None:
     shown = dict(re.findall(r"^\| `(\w+)` \| (\d+) \|", text("errors"), re.MULTILINE))
     assert codes - unsent <= set(shown) and len(codes) > 30
     assert shown["client_closed"] == "499"
+    found = next(one for one in text("errors").splitlines() if one.startswith("| `not_found`"))
+    assert "server.batches" in found and "The path, or a model" in found
 
 
 def test_each_metric_is_there() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -48,4 +50,21 @@ def test_words_of_other_programs_are_hidden_aliases() -> None:
 def test_the_environment_sets_options_but_not_the_version() -> None:
     env = {"SERVEKIT_SCHEMA_X": "1", "SERVEKIT_VERSION": "1"}
     assert run("metrics", env=env).startswith("|")
-    assert "SERVEKIT_LOGS_MOST" in run("logs", "-h")
+    assert "SERVEKIT_LOGS_TAIL" in run("logs", "-h")
+
+
+def test_the_variable_of_an_option_has_the_word_that_is_typed(tmp_path: Path) -> None:
+    """Not the name of the parameter, as `as_json` of `--json`."""
+    env = {"SERVEKIT_KEY_LS_JSON": "1"}
+    config = tmp_path / "servekit.yaml"
+    config.write_text("models: [{name: echo, engine: echo}]")
+    assert json.loads(run("key", "ls", "--config", str(config), env=env)) == []
+    for command, word in {
+        "ps": "JSON",
+        "events": "TAIL",
+        "init": "FROM",
+        "trace-cuda": "IMPORT",
+        "engine install": "WITH",
+    }.items():
+        prefix = command.upper().replace(" ", "_").replace("-", "_")
+        assert re.search(rf"env var:\s+SERVEKIT_{prefix}_{word}[;\]]", run(*command.split(), "-h"))

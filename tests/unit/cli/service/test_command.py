@@ -31,6 +31,18 @@ def test_a_users_unit_has_no_sandbox_and_the_default_run_directory() -> None:
     assert not [word for word in ("DynamicUser", "Protect", "/var/lib", "network") if word in text]
 
 
+def test_a_users_unit_reloads_the_instance_of_the_files_run_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "a.yaml"
+    config.write_text("models: [{name: a, path: a, engine: echo}]\n")
+    install(config, user=True, output=Path("-"))
+    assert "/servekit reload\n" in capsys.readouterr().out
+    config.write_text("models: [{name: a, path: a, engine: echo}]\nrun_dir: my run\n")
+    install(config, user=True, output=Path("-"))
+    assert f'/servekit reload --run-dir "{tmp_path}/my run"\n' in capsys.readouterr().out
+
+
 def test_a_unit_serves_a_profile_of_the_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

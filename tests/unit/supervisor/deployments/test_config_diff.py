@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from servekit.config.schema import Config, GpusConfig, ModelConfig, ServerConfig
+from servekit.config.sections.access import LoggingConfig
 from servekit.supervisor.deployments.config_diff import (
     Change,
     Slots,
+    changed_sections,
     describe_changes,
     diff,
     needs_restart,
@@ -129,6 +131,22 @@ def test_what_only_a_restart_changes(server: dict[str, object], words: str) -> N
 def test_another_reserve_needs_a_restart() -> None:
     new = Config(models=(model(),), gpus=GpusConfig(reserve="2GiB"))
     assert needs_restart(Config(models=(model(),)), new).startswith("gpus.reserve: a change")
+
+
+def test_another_format_of_the_log_needs_a_restart() -> None:
+    new = Config(models=(model(),), logging=LoggingConfig(format="json"))
+    assert needs_restart(Config(models=(model(),)), new).startswith("logging.format: a change")
+
+
+def test_what_changed_beside_the_models_is_told() -> None:
+    old = Config(models=(model(),))
+    server = ServerConfig.model_validate({"drain_timeout_s": 3.0})
+    new = Config(models=(model(),), server=server, profiles={"p": ("a",)})
+    assert changed_sections(old, old, access=False) == []
+    assert changed_sections(old, new, access=False) == ["server", "profiles"]
+    assert changed_sections(old, new, access=True) == ["access", "profiles"]
+    same = changes([model()], [model()])
+    assert describe_changes(same, (), ["server"]) == "server changed, a unchanged"
 
 
 def test_another_run_directory_needs_a_restart() -> None:
