@@ -14,6 +14,7 @@ from servekit.engines.vllm.generation_defaults import Stated
 from servekit.engines.vllm.request_table import Embedding
 from servekit.engines.vllm.sleep import Broken, SleepControl
 from servekit.errors import LoadError, WorkerLost
+from servekit.protocol.messages import Grammar
 from tests.unit.engines.harness import make_spec
 from tests.unit.engines.vllm.recording import RecordingCore
 
@@ -109,6 +110,18 @@ def test_a_text_that_fails_takes_the_others_with_it() -> None:
     bench.step(output("b", [], 3), output("a", [], 0, pooling_output=vector(1.0)))
     assert [one.error is not None for one in bench.outputs] == [True]
     assert bench.core.aborted == ["a", "b"] and len(bench.engine._held) == 0
+
+
+def test_a_text_that_cannot_go_on_in_its_grammar_is_the_requests_fault() -> None:
+    bench = Bench()
+    bench.hold(1, 2)
+    bench.engine._followed[1] = Grammar("json_schema", "{}", "tools")
+    bench.step(output("1#0", [], 3), output("2#0", [], 3))
+    first, other = bench.outputs
+    assert first.error == "The grammar of the tools cannot be followed: it is too complex."
+    assert first.param == "tools"
+    assert (other.error, other.param) == ("vLLM gave the request up; its log says why.", None)
+    assert not bench.engine._followed
 
 
 def test_a_core_that_is_half_awake_is_given_up() -> None:

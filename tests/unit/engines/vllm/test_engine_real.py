@@ -218,6 +218,31 @@ def test_a_regular_expression_and_a_lark_grammar(engine: Harness) -> None:
         assert engine.text(engine.submit("x", max_tokens=20, grammar=grammar)) in ("yes", "no")
 
 
+def test_an_object_of_a_thousand_members_is_followed(engine: Harness) -> None:
+    members = {f"p{number}": {"type": "integer"} for number in range(1000)}
+    schema = {"type": "object", "properties": members, "additionalProperties": False}
+    grammar = Grammar("json_schema", json.dumps(schema))
+    job = engine.submit("x", max_tokens=64, grammar=grammar)
+    engine.tokens(job)
+    if engine.outputs[job][-1].finish == "stop":
+        assert isinstance(json.loads(engine.text(job)), dict)
+
+
+def test_a_grammar_that_grows_too_complex_fails_its_own_request(engine: Harness) -> None:
+    many = {"type": "object", "properties": {f"k{n}": {"type": "null"} for n in range(2600)}}
+    late = {"late": {"const": "x" * 60}, "inside": many}
+    schema = {"type": "object", "properties": late, "required": [*late]}
+    grammar = Grammar("json_schema", json.dumps(schema | {"additionalProperties": False}))
+    beside = engine.submit(PROMPTS[0], max_tokens=20, ignore_eos=True)
+    job = engine.submit(PROMPTS[0], grammar=grammar, max_tokens=400)
+    engine.until(lambda: engine.ended(job), "it has ended")
+    last = engine.outputs[job][-1]
+    assert last.error == "The JSON schema cannot be followed: it is too complex."
+    assert last.param == "response_format"
+    assert len(engine.tokens(beside)) == 20
+    assert not engine.engine._followed
+
+
 def test_logprobs(engine: Harness) -> None:
     job = engine.submit("x", logprobs=3, **GREEDY)
     engine.tokens(job)
