@@ -425,6 +425,8 @@ class VllmEngine(Engine):
         if job_id is None:  # cancelled, or one of the engine's own probes
             self._probes.deliver(output)
             return None
+        if output.finish_reason == requests.ABORT:  # by nobody here: the request goes on elsewhere
+            raise EngineFailed("vLLM's engine core was told to end.")
         if self._embeds:
             embedding = self._held.embeddings.get(job_id)  # None: just cancelled
             return None if embedding is None else self._take_vector(job_id, embedding, output)

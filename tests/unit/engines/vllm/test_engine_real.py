@@ -390,22 +390,26 @@ def group(one: Harness, name: str) -> psutil.Process:
 
 
 @pytest.mark.parametrize(
-    ("victim", "words"),
+    ("victim", "number", "words"),
     [
-        ("EngineCore", r"^vLLM's engine core was killed by SIGKILL\.$"),
+        ("EngineCore", signal.SIGKILL, r"^vLLM's engine core was killed by SIGKILL\.$"),
+        ("EngineCore", signal.SIGTERM, r"^vLLM's engine core (was told to end|ended with exit)"),
         pytest.param(
             "Worker",  # on one GPU the core runs the model itself
+            signal.SIGKILL,
             r"^A process of vLLM's that runs the model was killed by SIGKILL\.$",
             marks=pytest.mark.skipif(not ON_CPU, reason="it is the core"),
         ),
     ],
 )
-def test_a_core_that_dies_is_noticed(folder: Path, victim: str, words: str) -> None:
+def test_a_core_that_dies_is_noticed(
+    folder: Path, victim: str, number: signal.Signals, words: str
+) -> None:
     one = Harness(spec_of(folder, 8, kv_cache_bytes=2**28), VllmEngine)
     try:
         job = one.submit(PROMPTS[0], max_tokens=450, ignore_eos=True)
         one.until(lambda: bool(one.outputs.get(job)), "it began")
-        group(one, victim).send_signal(signal.SIGKILL)
+        group(one, victim).send_signal(number)
         killed = time.monotonic()
         one.until_true(lambda: one.engine.fatal is not None)
         assert time.monotonic() - killed < 5.0
