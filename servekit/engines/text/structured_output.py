@@ -59,7 +59,7 @@ _FULL = "too many states"
 #: White space between the parts of JSON: enough for indentation, but limited, because small models
 #: may otherwise generate it without end.
 WHITESPACE = r"[ \n\r\t]{0,40}"
-_LIMITS = LLParserLimits(
+LIMITS = LLParserLimits(
     initial_lexer_fuel=200_000,  # an enumeration of ten thousand values fits
     max_items_in_row=10_000,  # an object of a thousand optional properties fits
     step_lexer_fuel=50_000,
@@ -175,7 +175,7 @@ class Constraint:
     def _set_failure(self) -> None:
         # no error, but a valid text was not consumed whole: it fills a lexer by itself
         reason = self._matcher.get_error() or _FULL
-        self.failure = _refusal_sentence(self.grammar, reason, "cannot be followed")
+        self.failure = explain_dead_end(self.grammar, reason)
 
 
 class Grammars:
@@ -321,7 +321,7 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     May take any time and memory, or end this process: try the grammar in `grammar_trial` first.
     """
     try:
-        matcher = LLMatcher(tokenizer, serialize_grammar(grammar), log_level=0, limits=_LIMITS)
+        matcher = LLMatcher(tokenizer, serialize_grammar(grammar), log_level=0, limits=LIMITS)
     except ValueError as error:  # not JSON, or not an object
         raise _refuse_grammar(grammar, str(error)) from None
     if reason := matcher.get_error() or _try_steps(matcher, tokenizer.vocab_size):
@@ -359,6 +359,11 @@ def serialize_grammar(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_regex(grammar.text)
         case "lark":
             return LLMatcher.grammar_from_lark(grammar.text)
+
+
+def explain_dead_end(grammar: Grammar, reason: str = _FULL) -> str:
+    """Return why a text cannot go on in its grammar, which llguidance has found to explode."""
+    return _refusal_sentence(grammar, reason, "cannot be followed")
 
 
 def _refuse_grammar(grammar: Grammar, reason: str) -> RequestError:

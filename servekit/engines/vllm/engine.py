@@ -36,7 +36,12 @@ from servekit.engines.model_files.model_kind import ModelKind, find_model_kind, 
 from servekit.engines.model_files.source import resolve_folder
 from servekit.engines.text.pair_template import find_pair_template
 from servekit.engines.text.sampling_params import resolve_sampling
-from servekit.engines.text.structured_output import Constraint, Grammars, try_grammars
+from servekit.engines.text.structured_output import (
+    Constraint,
+    Grammars,
+    explain_dead_end,
+    try_grammars,
+)
 from servekit.engines.text.token_bytes import Pieces
 from servekit.engines.text.tokenizer import TokenizerCodec
 from servekit.engines.text.tool_format_detection import tool_capabilities
@@ -102,6 +107,7 @@ class VllmEngine(Engine):
         self._adapters: Adapters | None = None
         self._media: MediaEncoder | None = None
         self._prompts: dict[int, list[int]] = {}  # by job: prompts that wait for log probabilities
+        self._followed: dict[int, Grammar] = {}  # by job
 
     # ---------------------------------------------------------------- loading
 
@@ -259,11 +265,13 @@ class VllmEngine(Engine):
         self._held.add_job(job.id, [name])
         if job.params.prompt_logprobs is not None:
             self._prompts[job.id] = job.prompt_ids
+        if job.params.grammar is not None:
+            self._followed[job.id] = job.params.grammar
         try:
             self._core.add([made])
         except Exception as error:
             self._held.remove_job(job.id)
-            self._prompts.pop(job.id, None)
+            self._forget(job.id)
             if self._core.dead:  # the loop reports the core's death
                 raise WorkerLost(GONE) from error
             raise EngineFailed(explain_failure(error)) from error
@@ -300,7 +308,7 @@ class VllmEngine(Engine):
 
     def cancel(self, job_id: int) -> None:
         names = self._held.cancel(job_id)
-        self._prompts.pop(job_id, None)
+        self._forget(job_id)
         if names and self.fatal is None and not self._closing:
             self._core.abort_jobs(names)
 
@@ -417,12 +425,18 @@ class VllmEngine(Engine):
         if job_id is None:  # cancelled, or one of the engine's own probes
             self._probes.deliver(output)
             return None
+        if output.finish_reason == requests.ABORT:  # by nobody here: the request goes on elsewhere
+            raise EngineFailed("vLLM's engine core was told to end.")
         if self._embeds:
             embedding = self._held.embeddings.get(job_id)  # None: just cancelled
             return None if embedding is None else self._take_vector(job_id, embedding, output)
         made = requests.output_of(job_id, output, self._stated.eos, self._pieces.find_bytes)
         if self._prompts and (ids := self._prompts.get(job_id)) is not None:
             self._take_prompt(made, output.new_prompt_logprobs_tensors, ids)
+        if made.error and (grammar := self._followed.get(job_id)) is not None:
+            made.error, made.param = explain_dead_end(grammar), grammar.param
+        if made.finish or made.error:
+            self._forget(job_id)
         return made
 
     def _take_prompt(self, made: StepOutput, found: Any, prompt_ids: list[int]) -> None:
@@ -431,8 +445,12 @@ class VllmEngine(Engine):
             made.prompt = requests.prompt_scores(found, prompt_ids, self._pieces.find_bytes)
         elif len(prompt_ids) == 1:  # its only token has no predecessor
             made.prompt = [PromptToken(prompt_ids[0], self._pieces.find_bytes(prompt_ids[0]))]
-        if made.prompt is not None or made.finish or made.error:
-            self._prompts.pop(made.id, None)
+        if made.prompt is not None:
+            self._prompts.pop(made.id, None)  # a cancellation may have been first
+
+    def _forget(self, job_id: int) -> None:
+        self._prompts.pop(job_id, None)
+        self._followed.pop(job_id, None)
 
     def _take_vector(self, job_id: int, embedding: Embedding, output: Any) -> StepOutput | None:
         if output.pooling_output is None:

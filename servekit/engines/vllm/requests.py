@@ -25,7 +25,7 @@ from servekit.protocol.messages import PromptToken, TokenLogprob
 GRAMMAR, EMITTED, DONE = "servekit_grammar", "servekit_emitted", "servekit_done"
 BEFORE = "servekit_before"
 #: Values of `vllm.v1.engine.FinishReason`; the others are failures.
-_STOP, _LENGTH = 0, 1
+_STOP, _LENGTH, ABORT = 0, 1, 2
 _MASK = 2**63 - 1
 #: Limits of vLLM's second model runner per request; beyond them its core dies.
 MOST_BIASES = 1024

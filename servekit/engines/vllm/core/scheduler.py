@@ -9,13 +9,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
 
+from servekit.engines.text import structured_output
 from servekit.engines.vllm.core import causes
 from servekit.engines.vllm.requests import EMITTED, GRAMMAR
+
+#: As wide as the worker's, which has accepted the grammar. The lexer may have more states, as its
+#: text cannot go on with another one.
+LIMITS = LLParserLimits(
+    max_items_in_row=structured_output.LIMITS.max_items_in_row, verbose_errors=False
+)
 
 
 class Ahead(AsyncScheduler):  # type: ignore[misc] # untyped here: vLLM is not installed
@@ -36,14 +43,25 @@ class InStep(Scheduler):  # type: ignore[misc] # as above
         causes.report_errors(self.vllm_config)
 
 
+class StrictGrammar(GuidanceGrammar):  # type: ignore[misc] # as above
+    """vLLM's grammar, whose request fails where llguidance gives up.
+
+    vLLM would end the text there as if it were complete: the only token that a matcher in error
+    allows is the end.
+    """
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        return super().accept_tokens(request_id, tokens) and not self.ll_matcher.is_error()
+
+
 def take_grammars(manager: Any) -> None:
     """Make a `StructuredOutputManager` create grammars from a request's `extra_args`."""
 
     def create(request: Any) -> Any:
         brought = request.sampling_params.extra_args
-        matcher = LLMatcher(manager.backend.ll_tokenizer, brought[GRAMMAR], log_level=0)
-        size = manager.backend.vocab_size
-        grammar = GuidanceGrammar(matcher, manager.backend.ll_tokenizer, size)
+        tokenizer = manager.backend.ll_tokenizer
+        matcher = LLMatcher(tokenizer, brought[GRAMMAR], log_level=0, limits=LIMITS)
+        grammar = StrictGrammar(matcher, tokenizer, manager.backend.vocab_size)
         if emitted := brought.get(EMITTED):
             grammar.accept_tokens(request.request_id, list(emitted))
         return grammar

@@ -265,7 +265,7 @@ def test_a_grammar_that_grows_too_complex_on_its_way_fails_its_own_request(eithe
 def test_a_lexer_that_is_full_ends_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its states are those of all requests of the grammar, and one of them can fill it."""
     limits = LLParserLimits(max_lexer_states=3000, verbose_errors=False)
-    monkeypatch.setattr("servekit.engines.text.structured_output._LIMITS", limits)
+    monkeypatch.setattr("servekit.engines.text.structured_output.LIMITS", limits)
     grammars = Grammars(byte_level_tokenizer(), 400, frozenset({2}))
     grammar = Grammar("regex", "(a|b)*a(a|b){30}")
     chance = random.Random(1)

@@ -13,7 +13,8 @@ from servekit.engines.vllm.engine import VllmEngine
 from servekit.engines.vllm.generation_defaults import Stated
 from servekit.engines.vllm.request_table import Embedding
 from servekit.engines.vllm.sleep import Broken, SleepControl
-from servekit.errors import LoadError, WorkerLost
+from servekit.errors import EngineFailed, LoadError, WorkerLost
+from servekit.protocol.messages import Grammar
 from tests.unit.engines.harness import make_spec
 from tests.unit.engines.vllm.recording import RecordingCore
 
@@ -109,6 +110,28 @@ def test_a_text_that_fails_takes_the_others_with_it() -> None:
     bench.step(output("b", [], 3), output("a", [], 0, pooling_output=vector(1.0)))
     assert [one.error is not None for one in bench.outputs] == [True]
     assert bench.core.aborted == ["a", "b"] and len(bench.engine._held) == 0
+
+
+def test_a_text_that_cannot_go_on_in_its_grammar_is_the_requests_fault() -> None:
+    bench = Bench()
+    bench.hold(1, 2)
+    bench.engine._followed[1] = Grammar("json_schema", "{}", "tools")
+    bench.step(output("1#0", [], 3), output("2#0", [], 3))
+    first, other = bench.outputs
+    assert first.error == "The grammar of the tools cannot be followed: it is too complex."
+    assert first.param == "tools"
+    assert (other.error, other.param) == ("vLLM gave the request up; its log says why.", None)
+    assert not bench.engine._followed
+
+
+@pytest.mark.parametrize("embeds", [False, True])
+def test_a_core_that_is_told_to_end_ends_no_request(embeds: bool) -> None:
+    """It aborts them all first, and then itself."""
+    bench = Bench(embeds=embeds)
+    bench.engine._held.add_job(1, ["1#0"], Embedding.from_names(["1#0"]) if embeds else None)
+    with pytest.raises(EngineFailed, match="was told to end"):
+        bench.step(output("9#0", [], 2), output("1#0", [], 2))
+    assert bench.outputs == [] and 1 in bench.engine._held
 
 
 def test_a_core_that_is_half_awake_is_given_up() -> None:

@@ -218,6 +218,31 @@ def test_a_regular_expression_and_a_lark_grammar(engine: Harness) -> None:
         assert engine.text(engine.submit("x", max_tokens=20, grammar=grammar)) in ("yes", "no")
 
 
+def test_an_object_of_a_thousand_members_is_followed(engine: Harness) -> None:
+    members = {f"p{number}": {"type": "integer"} for number in range(1000)}
+    schema = {"type": "object", "properties": members, "additionalProperties": False}
+    grammar = Grammar("json_schema", json.dumps(schema))
+    job = engine.submit("x", max_tokens=64, grammar=grammar)
+    engine.tokens(job)
+    if engine.outputs[job][-1].finish == "stop":
+        assert isinstance(json.loads(engine.text(job)), dict)
+
+
+def test_a_grammar_that_grows_too_complex_fails_its_own_request(engine: Harness) -> None:
+    many = {"type": "object", "properties": {f"k{n}": {"type": "null"} for n in range(2600)}}
+    late = {"late": {"const": "x" * 60}, "inside": many}
+    schema = {"type": "object", "properties": late, "required": [*late]}
+    grammar = Grammar("json_schema", json.dumps(schema | {"additionalProperties": False}))
+    beside = engine.submit(PROMPTS[0], max_tokens=20, ignore_eos=True)
+    job = engine.submit(PROMPTS[0], grammar=grammar, max_tokens=400)
+    engine.until(lambda: engine.ended(job), "it has ended")
+    last = engine.outputs[job][-1]
+    assert last.error == "The JSON schema cannot be followed: it is too complex."
+    assert last.param == "response_format"
+    assert len(engine.tokens(beside)) == 20
+    assert not engine.engine._followed
+
+
 def test_logprobs(engine: Harness) -> None:
     job = engine.submit("x", logprobs=3, **GREEDY)
     engine.tokens(job)
@@ -365,22 +390,26 @@ def group(one: Harness, name: str) -> psutil.Process:
 
 
 @pytest.mark.parametrize(
-    ("victim", "words"),
+    ("victim", "number", "words"),
     [
-        ("EngineCore", r"^vLLM's engine core was killed by SIGKILL\.$"),
+        ("EngineCore", signal.SIGKILL, r"^vLLM's engine core was killed by SIGKILL\.$"),
+        ("EngineCore", signal.SIGTERM, r"^vLLM's engine core (was told to end|ended with exit)"),
         pytest.param(
             "Worker",  # on one GPU the core runs the model itself
+            signal.SIGKILL,
             r"^A process of vLLM's that runs the model was killed by SIGKILL\.$",
             marks=pytest.mark.skipif(not ON_CPU, reason="it is the core"),
         ),
     ],
 )
-def test_a_core_that_dies_is_noticed(folder: Path, victim: str, words: str) -> None:
+def test_a_core_that_dies_is_noticed(
+    folder: Path, victim: str, number: signal.Signals, words: str
+) -> None:
     one = Harness(spec_of(folder, 8, kv_cache_bytes=2**28), VllmEngine)
     try:
         job = one.submit(PROMPTS[0], max_tokens=450, ignore_eos=True)
         one.until(lambda: bool(one.outputs.get(job)), "it began")
-        group(one, victim).send_signal(signal.SIGKILL)
+        group(one, victim).send_signal(number)
         killed = time.monotonic()
         one.until_true(lambda: one.engine.fatal is not None)
         assert time.monotonic() - killed < 5.0
