@@ -141,7 +141,7 @@ class BatchesConfig(Section):
     max_batches: Annotated[int, Field(ge=1, le=1000)] = 16
     """Batches of a key that are not done; more is 429."""
     days: Annotated[float, Field(gt=0, le=3650)] = 30.0
-    """How long files, and batches that are done, are kept."""
+    """How long files, and batches that are done, are kept; of these no more than `max_files`."""
     concurrent: Annotated[int, Field(ge=1, le=1024)] = 8
     """Requests of batches that each gateway runs at the same time."""
 

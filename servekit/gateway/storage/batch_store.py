@@ -180,7 +180,10 @@ class BatchStore(LeasedStore):
     # ---- batches, for clients
 
     async def add_batch(self, batch: Batch, rules: BatchRules) -> None:
-        """Add a batch that is to run. Raises TooManyStored."""
+        """Add a batch that is to run; of those that are done, the newest `max_files` are kept.
+
+        Raises TooManyStored.
+        """
 
         def insert_batch(db: sqlite3.Connection) -> None:
             with transaction(db):
@@ -194,6 +197,10 @@ class BatchStore(LeasedStore):
                 query = "INSERT INTO batches (id, key, created, expires, status, record)"
                 values = batch.id, batch.key, batch.created, batch.expires, batch.status
                 db.execute(f"{query} VALUES (?, ?, ?, ?, ?, ?)", (*values, _encode(batch.record)))
+                done = f"FROM batches WHERE key = ? AND NOT {_ACTIVE}"
+                kept = f"SELECT id {done} ORDER BY created DESC, id DESC LIMIT ?"
+                given = batch.key, batch.key, rules.max_files
+                db.execute(f"DELETE {done} AND id NOT IN ({kept})", given)
 
         await self._run(insert_batch)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from servekit.gateway.storage import leases
 from servekit.gateway.storage.batch_store import (
@@ -52,6 +53,19 @@ async def add_file(store: BatchStore, id: str, content: bytes, key: str = "") ->
 def batch(id: str = "batch_1", status: str = "validating") -> Batch:
     record = {"input_file_id": "file-1"}
     return Batch(id, "", time.time(), time.time() + 60, status, record, 0, 0, 0, 0)
+
+
+async def test_the_newest_batches_of_a_key_are_kept_and_those_that_run(
+    make_store: Callable[[], BatchStore],
+) -> None:
+    store, rules = make_store(), replace(RULES, max_batches=2)
+    await store.add_batch(batch("runs"), rules)
+    for number in range(5):
+        await store.add_batch(batch(f"batch_{number}", "cancelled"), rules)
+        await store.add_batch(replace(batch(f"other_{number}", "failed"), key="b"), rules)
+    kept = ["batch_4", "batch_3", "batch_2", "runs"]
+    assert [one.id for one in await store.list_batches("")] == kept
+    assert len(await store.list_batches("b")) == RULES.max_files
 
 
 async def test_one_gateway_runs_a_batch_and_keeps_each_result_once(
