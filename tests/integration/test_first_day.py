@@ -152,7 +152,12 @@ def test_the_instance_of_a_conversation_ends_with_it(
 
 
 @pytest.mark.lane("long")
-def test_run_serves_a_model_for_one_conversation(tmp_path: Path) -> None:
+def test_run_serves_a_model_for_one_conversation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ("long" * 20)  # as on clusters; no socket has a path there
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
     done = cli(tmp_path, "run", "org/name", "--engine", "echo", text="x" * 8000)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("xxx")

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
     from servekit.cli.up.background import Background
 
+#: A path of 107 bytes less /servekit-run-12345678/run/control.sock (see `supervisor.run_dir`).
+_LONGEST_ROOT_BYTES = 68
+
 Model = Annotated[
     str,
     typer.Argument(
@@ -60,13 +63,19 @@ def run_model(
     path = find_source((model,), None, options, os.environ)
     tell_fit(make_plan(make_source(path)))
     _end_on_signals()
-    with tempfile.TemporaryDirectory(prefix="servekit-run-") as folder:
+    with tempfile.TemporaryDirectory(prefix="servekit-run-", dir=_find_root()) as folder:
         flags = ["--port", "0", "--parent-pid", str(os.getpid())]
         instance = Background.start(path, Path(folder) / "run", flags)
         try:
             _serve(instance, Path(folder) / "run", system)
         finally:
             instance.stop_instance()
+
+
+def _find_root() -> str:
+    """Return the folder of temporary ones, or another where paths of sockets would be too long."""
+    root = tempfile.gettempdir()
+    return root if len(os.fsencode(root)) <= _LONGEST_ROOT_BYTES else "/tmp"
 
 
 def _end_on_signals() -> None:
