@@ -24,7 +24,7 @@ _LITTLE_MEMORY_BYTES = 2 * 2**30
 def check_host(root: Path = Path("/")) -> Iterator[Finding]:
     yield check_memory(root)
     yield check_processors(cgroup.count_usable_cpus(), os.cpu_count() or 1)
-    yield check_shared_memory(shutil.disk_usage(root / "dev/shm").total)
+    yield check_shared_memory(_shared_memory_bytes(root))
     yield from check_limits()
 
 
@@ -48,6 +48,13 @@ def check_processors(usable: int, of_host: int) -> Finding:
     if usable < of_host:
         return Finding("cpu", "ok", f"{usable} usable of {of_host}: the affinity or cgroup says so")
     return Finding("cpu", "ok", f"{usable} usable")
+
+
+def _shared_memory_bytes(root: Path) -> int:
+    try:
+        return shutil.disk_usage(root / "dev/shm").total
+    except OSError:  # as in a chroot, or a small container
+        return 0
 
 
 def check_shared_memory(total_bytes: int) -> Finding:
@@ -83,7 +90,8 @@ def check_limit(what: str, value: int, least: int, advice: str) -> Finding:
 
 def check_disk(what: str, path: Path, least_bytes: int) -> Finding:
     """Check that a folder, existing or not, can be written and has room."""
-    there = next(folder for folder in (path, *path.parents) if folder.exists())
+    # not by Path.exists, which raises where a folder above it is another user's own
+    there = next(folder for folder in (path, *path.parents) if os.path.exists(folder))  # noqa: PTH110
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         return Finding("disk", "error", f"the {what} {path} cannot be written; choose another")
     free = shutil.disk_usage(there).free

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import os
 import resource
 from pathlib import Path
 
 from servekit.diagnostics.host import (
     check_disk,
+    check_host,
     check_limit,
     check_memory,
     check_processors,
@@ -85,3 +87,22 @@ def test_disk(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     assert check_disk("cache", file / "below", 1).level == "error"
+
+
+def test_a_system_without_shared_memory_is_told_of_it(tmp_path: Path) -> None:
+    found = [one for one in check_host(root(tmp_path, V2)) if one.area == "shared memory"]
+    assert [(one.level, one.said[:14]) for one in found] == [("warning", "/dev/shm holds")]
+
+
+def test_a_folder_that_is_another_users_own_cannot_be_written(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0)
+    as_root = os.geteuid() == 0
+    if as_root:
+        os.setresuid(65534, 65534, 0)
+    try:
+        assert check_disk("cache", closed / "below" / "it", 1).level == "error"
+    finally:
+        if as_root:
+            os.setresuid(0, 0, 0)
+        closed.chmod(0o700)
