@@ -39,7 +39,10 @@ class Target:
 
     @classmethod
     async def find_target(cls, url: str, run_dir: Path, model: str | None) -> Target:
-        """Return the target. Raises StartError unless `url` is the user's instance of `run_dir`."""
+        """Return the target. Raises StartError unless `url` is the user's instance of `run_dir`.
+
+        Also for one that speaks HTTPS, as the measuring client does not.
+        """
         record = read_record(run_dir)
         status = await _read_status(run_dir)
         if record is None or record.pid != status.pid:
@@ -48,6 +51,11 @@ class Target:
             raise StartError(
                 f"the instance of {run_dir} serves {status.url}, not {url}; "
                 "name the right one with --run-dir"
+            )
+        if status.url.startswith("https:"):
+            raise StartError(
+                f"the instance of {run_dir} speaks HTTPS, and chaos does not: start one without"
+                " server.tls"
             )
         if not _is_ours(status.pid):
             raise StartError(f"the instance of {run_dir} is not yours")

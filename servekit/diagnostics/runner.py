@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,11 +23,21 @@ def run_checks(file: Path | None, run_dir: Path | None) -> list[Finding]:
     details = driver.query("details") if is_present() else None
     torch = probed.get("torch")
     return [
-        *packages.check_software(probed),
-        *check_gpus(is_present(), details, torch, visible),
-        *check_host(),
-        *check_service(file, run_dir, find_gpus(visible), torch),
+        *keep_going("software", packages.check_software(probed)),
+        *keep_going("gpu", check_gpus(is_present(), details, torch, visible)),
+        *keep_going("host", check_host()),
+        *keep_going("service", check_service(file, run_dir, find_gpus(visible), torch)),
     ]
+
+
+def keep_going(area: str, checks: Iterable[Finding]) -> Iterator[Finding]:
+    """Yield the findings; a file that ends the checks of an area, as it cannot be read, is one."""
+    try:
+        yield from checks
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        said = f"{where}{error.strerror or error}; what comes after it was not checked"
+        yield Finding(area, "error", said)
 
 
 def format_findings(findings: list[Finding], *, as_json: bool) -> str:

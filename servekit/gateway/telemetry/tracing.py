@@ -16,7 +16,9 @@ A sampled request has a `RequestTrace` as one more observer; other requests pay 
 from __future__ import annotations
 
 import logging
+import threading
 import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -67,6 +69,8 @@ class Tracer:
         self._provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=1000))
         self._tracer = self._provider.get_tracer("servekit", __version__)
         self._w3c = TraceContextTextMapPropagator()
+        # its thread ends once other rules hold, and the last call that began by these has ended
+        weakref.finalize(self, _shut_down, self._provider).atexit = False
 
     def trace(self, call: InflightRequest, operation: str) -> tuple[RequestTrace, ...]:
         """Begin the trace of a new call; return its observer, none if the call is not sampled."""
@@ -105,6 +109,11 @@ class Tracer:
     def close(self) -> None:
         """Export the remaining spans; blocks for at most FLUSH_S."""
         self._provider.force_flush(int(1000 * FLUSH_S))
+
+
+def _shut_down(provider: Any) -> None:
+    """Export the remaining spans, and end the exporter's thread, in another one."""
+    threading.Thread(target=provider.shutdown, daemon=True).start()
 
 
 def apply_rules(measures: RequestMetrics, rules: Tracing, gateway: str) -> None:

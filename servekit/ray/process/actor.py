@@ -175,11 +175,17 @@ class ProcessActor:
         self.kill_process()
         return 0, "", f"it did not listen within {_LISTENS_WITHIN_S:g} s"
 
-    def poll(self, seen: int, wait_s: float) -> bytes:
-        """Return new ActorEvents as soon as there are any, or after `wait_s`."""
+    def poll(self, seen: int, wait_s: float, ended: int = -1) -> bytes:
+        """Return new ActorEvents as soon as there are any, or after `wait_s`.
+
+        `ended` is the PID of the last process whose end the driver knows: an end that is told to a
+        driver that dies is told to the next one.
+        """
         self._asked()
-        process = self._process
         with self._changed:
+            process = self._process
+            if process is not None and process.code is not None and process.pid == ended:
+                self._process = process = None
             self._changed.wait_for(lambda: self._count > seen or _has_ended(process), wait_s)
             if self._count > seen and not _has_ended(process):
                 self._changed.wait(0.05)  # lines come in batches
@@ -187,8 +193,6 @@ class ProcessActor:
             news = ActorEvents(lines, seen)
             if process is not None and _has_ended(process) and seen == self._count:
                 news = ActorEvents(lines, seen, process.pid, process.code, process.out_of_memory)
-                if process is self._process:
-                    self._process = None
         self._asked()
         return msgspec.msgpack.encode(news)
 

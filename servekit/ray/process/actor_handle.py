@@ -76,9 +76,9 @@ class ActorHandle:
         answer: tuple[int, str, str] = await self._call(self._actor.start, sent, within_s=180.0)
         return answer
 
-    async def poll(self, seen: int) -> ActorEvents:
-        """Return events as soon as there are any. Raises Gone."""
-        answer = await self._call(self._actor.poll, seen, POLL_S, within_s=POLL_S + 10.0)
+    async def poll(self, seen: int, ended: int) -> ActorEvents:
+        """Return events as soon as there are any; `ended` as in the actor. Raises Gone."""
+        answer = await self._call(self._actor.poll, seen, POLL_S, ended, within_s=POLL_S + 10.0)
         return msgspec.msgpack.decode(answer, type=ActorEvents)
 
     async def signal(self, number: int, *, group: bool) -> None:

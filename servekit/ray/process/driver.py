@@ -290,10 +290,10 @@ class Driver:
             await asyncio.sleep(_MEASURE_EVERY_S)
 
     async def _forward_events(self, actor: ActorHandle) -> None:
-        seen = 0
+        seen, ended = 0, -1
         while True:
             try:
-                events = await actor.poll(seen)
+                events = await actor.poll(seen, ended)
             except Gone as error:
                 self._report_lost(actor, str(error))
                 return
@@ -302,6 +302,7 @@ class Driver:
                 self._control.send(c.Lines(actor.name, events.lines))
             if events.code is not None:
                 self._control.send(_as_exited(actor.name, events))
+                ended = events.pid
 
     def _report_lost(self, actor: ActorHandle, why: str) -> None:
         log.warning("actor_lost", worker=actor.name, reason=why)

@@ -59,6 +59,16 @@ async def test_only_the_instance_of_that_url_is_harmed(running: Path) -> None:
         await Target.find_target("http://127.0.0.1:2", running, None)
 
 
+async def test_one_that_speaks_https_is_told_at_once(tmp_path: Path, status: Status) -> None:
+    record(tmp_path, os.getpid())
+    served = replace(status, url="https://127.0.0.1:1")
+    with (
+        listening(tmp_path, lambda message: None, served),
+        pytest.raises(StartError, match=r"speaks HTTPS.*server\.tls"),
+    ):
+        await Target.find_target("https://127.0.0.1:1", tmp_path, None)
+
+
 @pytest.fixture
 def stranger() -> Iterator[int]:
     """The PID of a process of another user."""

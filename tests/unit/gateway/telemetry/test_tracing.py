@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from servekit.gateway.telemetry.tracing import apply_rules
 from servekit.protocol.access import Tracing
 from servekit.protocol.messages import ChatMessage, Delta, SamplingParams
 from tests.otlp_receiver import Receiver, attributes
+from tests.polling import poll
 
 #: A client's trace, and the span that it is in.
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -155,3 +157,19 @@ def test_rules_are_taken_over_where_they_change(receiver: Receiver) -> None:
     apply_rules(traced.measures, Tracing(), "gateway/0")
     assert traced.measures.tracer is None
     assert len(traced.begin().observers) == 1
+
+
+def test_an_exporter_ends_with_the_last_call_of_its_rules(receiver: Receiver) -> None:
+    traced, before = Traced(receiver), set(threading.enumerate())
+    call = traced.begin()
+    for number in range(3):
+        apply_rules(traced.measures, Tracing(receiver.url, 1.0, f"s{number}"), "gateway/0")
+    apply_rules(traced.measures, Tracing(), "gateway/0")
+    poll("the others have ended", lambda: not set(threading.enumerate()) - before)
+    for observer in call.observers:
+        observer.on_ended(call, "stop", None)
+    exporters = {one for one in before if one.name.startswith("Otel")}
+    call.observers = ()
+    del observer
+    poll("its own has ended", lambda: not exporters & set(threading.enumerate()))
+    poll("its spans are there", lambda: len(receiver.of(TRACE)) == 2)

@@ -70,9 +70,20 @@ def test_much_output_is_told_in_parts_and_the_end_with_the_last() -> None:
         told += events.lines
     assert [line for line in told if line] == lines
     assert (events.pid, events.code) == (7, 3)
-    later = poll(actor, events.seen)
+    later = poll(actor, events.seen, events.pid)
     assert (later.lines, later.code) == ((), None)
 
 
-def poll(actor: ProcessActor, seen: int) -> ActorEvents:
-    return msgspec.msgpack.decode(actor.poll(seen, 0.1), type=ActorEvents)
+def test_the_end_of_a_process_is_told_until_a_driver_knows_it() -> None:
+    """The one that asked may have died while it waited for the answer."""
+    actor = ProcessActor(0, 3600.0)
+    process = actor._process = Process("", "worker")
+    actor._take(process, {"pid": 7, "code": 3})
+    assert [poll(actor, 0).code for _ in range(2)] == [3, 3]
+    assert poll(actor, 0, 6).code == 3
+    assert poll(actor, 0, 7).code is None
+    assert poll(actor, 0).code is None
+
+
+def poll(actor: ProcessActor, seen: int, ended: int = -1) -> ActorEvents:
+    return msgspec.msgpack.decode(actor.poll(seen, 0.1, ended), type=ActorEvents)

@@ -131,7 +131,7 @@ async def test_answers_of_an_actor_are_decoded() -> None:
     )  # fmt: skip
     handle = ActorHandle("m/0#ab", None, actor)
     assert await handle.inspect() == STATE == handle.state
-    assert await handle.poll(3) == events
+    assert await handle.poll(3, 7) == events
     assert await handle.measure() == figures
     assert await handle.strays() == "none"
     assert handle.name == "m/0"

@@ -41,7 +41,7 @@ class Handle:
         self.name, self.model = name, ""
         self.state = ActorState(node, f"host of {node}", gpus or (GPU,), "", None)
         self.events: asyncio.Queue[ActorEvents | Gone] = asyncio.Queue()
-        self.seen: list[int] = []
+        self.seen: list[tuple[int, int]] = []  # lines, and the process that has ended
         self.did: list[str] = []
         self.gone = False
         self.answer: tuple[int, str, str] = (7, "tcp://there:1", "")
@@ -56,8 +56,8 @@ class Handle:
         self.did.append("start")
         return self.answer
 
-    async def poll(self, seen: int) -> ActorEvents:
-        self.seen.append(seen)
+    async def poll(self, seen: int, ended: int) -> ActorEvents:
+        self.seen.append((seen, ended))
         found = await self.events.get()
         if isinstance(found, Gone):
             raise found
@@ -423,7 +423,7 @@ async def test_lines_ends_and_figures_of_a_process_are_passed_on(stage: Stage) -
         c.Exited("m/0", 7, 3, None),
         c.Exited("m/0", 8, None, 9, out_of_memory=True),
     ]
-    assert actor.seen[:5] == [0, 2, 2, 3, 3]
+    assert actor.seen[:5] == [(0, -1), (2, -1), (2, -1), (3, 7), (3, 8)]
     [measured] = stage.control.of(c.Measured)
     assert measured == c.Measured("m/0", (), 7, {"GPU-a": 3}, 500)
 
