@@ -104,7 +104,8 @@ class LimitsConfig(Section):
     images: Annotated[int, Field(ge=0, le=1024)] = 16
     """Most images of a conversation."""
     json_depth: Annotated[int, Field(ge=8, le=256)] = 64
-    """Depth of nested brackets in parts without a fixed form: tools, schemas, metadata."""
+    """Depth of nested brackets in parts without a fixed form: tools, schemas, arguments of the chat
+    template."""
     schema_depth: Annotated[int, Field(ge=1, le=64)] = 16
     """Depth of nested schemas, in a JSON schema for the answer."""
 
