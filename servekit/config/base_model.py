@@ -9,7 +9,16 @@ import textwrap
 from functools import cache
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler
+
+#: What a text has to be, in the words of a message, by the pattern that it has to match.
+FORMS: dict[str, str] = {}
+
+
+def require_form(pattern: str, form: str) -> Any:
+    """Return the field of a text that matches `pattern`; `form` says what to write instead."""
+    FORMS[pattern] = form
+    return Field(pattern=pattern)
 
 
 class Section(BaseModel):

@@ -15,7 +15,7 @@ from typing import Any, get_args
 from pydantic_core import ErrorDetails
 
 from servekit.config import foreign_keys
-from servekit.config.base_model import Section, read_field_docs
+from servekit.config.base_model import FORMS, Section, read_field_docs
 from servekit.config.engines import plugins
 from servekit.config.engines.options import ENGINE_OPTIONS
 from servekit.config.schema import Config
@@ -60,7 +60,9 @@ _EXPECTED = {
     "less_than_equal": "at most {le}",
     "less_than": "less than {lt}",
     "string_too_short": "text that is not empty",
+    "string_too_long": "text of at most {max_length} characters",
     "too_short": "a list of at least {min_length}",
+    "too_long": "a list of at most {max_length}",
     "literal_error": "{expected}",
 }
 
@@ -130,10 +132,12 @@ def _problem(loc: tuple[str | int, ...], errors: list[ErrorDetails], root: Node)
         return missing_key(loc, root, is_written=is_written)
     if first["type"] == "extra_forbidden":
         return Problem(loc, _unknown_key(loc, root), at_key=True)
+    is_key = first["loc"][-1:] == ("[key]",)
+    if form := FORMS.get(first.get("ctx", {}).get("pattern", "")):
+        return Problem(loc, f"must be {form}.", at_key=is_key)  # the text may hold a secret
     node = find_node(root, loc).node
     wanted = [_describe_limits(e) for e in errors if e["type"] in _EXPECTED]
     if not wanted:
-        is_key = first["loc"][-1:] == ("[key]",)
         return Problem(loc, f"{_own_words(first)}.", at_key=is_key)
     wanted = [text.replace("'", "") for text in dict.fromkeys(wanted)]
     if loc[:1] == ("keys",) and len(loc) == 2 and isinstance(node.value, str):

@@ -14,6 +14,8 @@ import httpx
 import openai
 import pytest
 
+from servekit.cli.chat.stream import list_models
+from servekit.errors import StartError
 from tests.integration.certificates import make
 from tests.integration.instance import PROGRAM, Instance, echo, write_config
 from tests.polling import poll
@@ -59,6 +61,19 @@ def test_the_openai_client(instance: Instance, trust: ssl.SSLContext) -> None:
         assert len("".join(chunk.choices[0].text for chunk in long)) == 8000
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="nope", prompt="x")
+
+
+def test_the_chat_says_whose_certificate_it_wants(
+    instance: Instance, trust: ssl.SSLContext
+) -> None:
+    url, said = f"{instance.url}/v1", r"its certificate is not trusted \(self-signed.*--ca"
+    with (
+        httpx.Client(base_url=url, trust_env=False) as stranger,
+        pytest.raises(StartError, match=said),
+    ):
+        list_models(stranger)
+    with httpx.Client(base_url=url, verify=trust) as client:
+        assert list_models(client) == ["a"]
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")

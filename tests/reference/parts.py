@@ -56,9 +56,11 @@ def _make_engine_types() -> str:
 
 
 def _make_engine_example() -> str:
-    return _show_python(
-        (Path(markov.__file__).parent / name).read_text()
-        for name in ("markov_kind.py", "markov_engine.py")
+    folder = Path(markov.__file__).parent
+    files = {"pyproject.toml": "toml", "markov_kind.py": "python", "markov_engine.py": "python"}
+    return "\n".join(
+        f"`{name}`:\n\n```{language}\n{(folder / name).read_text()}```\n"
+        for name, language in files.items()
     )
 
 

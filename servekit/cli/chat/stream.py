@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -56,11 +57,21 @@ def stream_answer(
                 raise ServekitError(_describe_refusal(response))
             yield from _read_pieces(response, asked.usage)
     except httpx.ConnectError as error:
-        raise StartError(f"nothing answers at {client.base_url}: {error}") from None
+        raise _explain_connection(client, error) from None
     except httpx.TimeoutException:
         raise ServekitError(f"{client.base_url} does not answer in time") from None
     except httpx.HTTPError as error:
         raise ServekitError(f"the answer broke off: {error or type(error).__name__}") from None
+
+
+def _explain_connection(client: httpx.Client, error: httpx.ConnectError) -> StartError:
+    found = re.search(r"certificate verify failed: (.*?)(?: \(_ssl|$)", str(error))
+    if found is None:
+        return StartError(f"nothing answers at {client.base_url}: {error}")
+    return StartError(
+        f"{client.base_url}: its certificate is not trusted ({found.group(1)}): name its authority"
+        " with --ca, or use --insecure"
+    )
 
 
 def list_models(client: httpx.Client) -> list[str]:
@@ -74,7 +85,7 @@ def list_models(client: httpx.Client) -> list[str]:
         found = response.json()["data"]
         return [str(one["id"]) for one in found]
     except httpx.ConnectError as error:
-        raise StartError(f"nothing answers at {client.base_url}: {error}") from None
+        raise _explain_connection(client, error) from None
     except httpx.HTTPError as error:
         raise ServekitError(f"{client.base_url}: {error or type(error).__name__}") from None
     except (ValueError, KeyError, TypeError):

@@ -70,14 +70,15 @@ def _list_rows(config: Path | None, run_dir: Path | None) -> Iterator[dict[str, 
 
     stored, used = disk.list_stored(os.environ), set()
     status = None if config is not None else _read_status(run_dir)
-    states = {model.name: _state_of(model) for model in status.models} if status else {}
+    running = {model.name: model for model in status.models} if status else {}
     for model in _read_models(config, status):
         size = disk.size_of(model.path, stored)
         used.add(disk.source_of(model.path))
-        state = states.get(model.name, "")
-        yield _row(model.name, state, model.engine, size, model.path)
+        served = running.get(model.name)
+        state, engine = (_state_of(served), served.engine) if served else ("", model.engine)
+        yield _row(model.name, state, engine, size, model.path)
         for preset in model.presets:
-            yield _row(preset.name, state, model.engine, None, f"a preset of {model.name}")
+            yield _row(preset.name, state, engine, None, f"a preset of {model.name}")
     for one in stored:
         if one.source not in used:
             yield _row("", "", "", one.size_bytes, one.source)
@@ -194,9 +195,17 @@ def _show_progress(path: str, lines: Any) -> str:
 
 
 def _find_path(
-    model: str, config: Path | None, run_dir: Path | None, revision: str | None
+    model: str,
+    config: Path | None,
+    run_dir: Path | None,
+    revision: str | None = None,
+    *,
+    fetches: bool = True,
 ) -> tuple[str, str | None]:
-    """Return the path and revision of a model of the file, or of a source that is typed."""
+    """Return the path and revision of a model of the file, or of a source that is typed.
+
+    Raises ConfigError if there is none, or if it `fetches` what is a path of this machine.
+    """
     from servekit.cli.init.config_template import DEMO
     from servekit.config import paths
 
@@ -212,7 +221,7 @@ def _find_path(
         names = [one.name for one in models]
         known = f"; the file's models are: {', '.join(names)}" if names else ""
         raise ConfigError(f"{error}{known}{did_you_mean(model, names)}") from None
-    if found.kind == "local":
+    if found.kind == "local" and fetches:
         raise ConfigError(f"{found.text} is on this machine already")
     return found.text, revision or found.revision or None
 
@@ -229,7 +238,7 @@ def rm(
 
     stored = disk.list_stored(os.environ)
     source = model if any(one.source == model for one in stored) else ""
-    source = source or disk.source_of(_find_path(model, config, run_dir, None)[0])
+    source = source or disk.source_of(_find_path(model, config, run_dir, fetches=False)[0])
     found = next((one for one in stored if one.source == source), None)
     if found is None:
         sources = [one.source for one in stored]
@@ -238,7 +247,7 @@ def rm(
     _refuse_in_use(source, run_dir)
     size = format_bytes(found.size_bytes)
     if not yes:
-        typer.confirm(f"Remove {source}, {size}?", abort=True)
+        typer.confirm(f"Remove what the caches have of {source}, {size}?", abort=True)
     disk.remove_files(found, os.environ)
     typer.echo(f"removed {source}: {size}")
 

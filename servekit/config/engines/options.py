@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from servekit.config.base_model import Section
+from servekit.config.base_model import Section, require_form
 from servekit.config.engines.path_options import ConfigPath
 from servekit.vllm_source import arguments
 
@@ -298,24 +298,45 @@ def _header(name: str) -> str:
 _OWN_HEADERS = {"host", "connection", "content-length", "content-type", "content-encoding"} | {
     *("transfer-encoding", "accept", "accept-encoding", "user-agent", "upgrade", "expect", "te"),
 }
-VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+VariableName = Annotated[
+    str,
+    require_form(r"^[A-Za-z_][A-Za-z0-9_]*$", "the name of a variable: letters, digits and _"),
+]
 #: A path whose segments begin with no dot, so that none leads up; perhaps all below it.
-EndpointPattern = Annotated[str, Field(pattern=r"^(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+(/\*)?$")]
-HeaderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9-]+$"), AfterValidator(_header)]
-HeaderValue = Annotated[str, Field(pattern=r"^[\x20-\x7e]*$")]
+EndpointPattern = Annotated[
+    str,
+    require_form(
+        r"^(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+(/\*)?$",
+        "the path of an endpoint, such as /v1/audio/speech, or of all below one: /v1/*",
+    ),
+]
+HeaderName = Annotated[
+    str,
+    require_form(r"^[A-Za-z0-9-]+$", "the name of a header: letters, digits and -"),
+    AfterValidator(_header),
+]
+HeaderValue = Annotated[str, require_form(r"^[\x20-\x7e]*$", "one line of ASCII characters")]
 
 
 class OpenAIOptions(Section):
     """Options of `engine: openai`: a remote endpoint. The model's `path` is its name there."""
 
-    url: Annotated[str, Field(pattern=r"^https?://[^\s/@?#]+(/[^\s@?#]*)?$")]
+    url: Annotated[
+        str,
+        require_form(
+            r"^https?://[^\s/@?#]+(/[^\s@?#]*)?$",
+            "an address, such as https://api.example.com/v1, without a key or a query in it",
+        ),
+    ]
     """The endpoint's base URL, as OpenAI clients take it: https://api.example.com/v1."""
     key_environment: VariableName | None = None
     """The environment variable of `servekit up` that holds the key to the endpoint, for this
     model's worker alone; by default no key is sent."""
     task: Literal["generate", "embed"] = "generate"
     """The task of the model at the endpoint."""
-    endpoints: tuple[Annotated[EndpointPattern, Field(pattern="^/v1/")], ...] = ()
+    endpoints: tuple[
+        Annotated[EndpointPattern, require_form("^/v1/", "a path below /v1/")], ...
+    ] = ()
     """Further endpoints, such as /v1/audio/transcriptions: POST requests to them are forwarded
     there. `/v1/*` means all that servekit does not know."""
     slots: Annotated[int, Field(ge=1, le=4096)] = 32
@@ -366,7 +387,7 @@ def _command(value: str | list[str]) -> list[str]:
 
 
 Command = Annotated[str | list[str], AfterValidator(_command)]
-ServerPath = Annotated[str, Field(pattern=r"^/[^\s#]*$")]
+ServerPath = Annotated[str, require_form(r"^/[^\s#]*$", "a path of the server, such as /health")]
 
 
 class CommandOptions(Section):

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
 from servekit.config import keys
-from servekit.config.base_model import Section
+from servekit.config.base_model import Section, require_form
 
 _LABEL = "[A-Za-z0-9-]+"
 _ORIGIN = r"^(\*|https?://[^/\s*]+)$"
@@ -28,7 +28,11 @@ def _hash(value: str) -> str:
 KeyName = Annotated[str, AfterValidator(_key_name)]
 KeyHash = Annotated[str, AfterValidator(_hash), WithJsonSchema({"type": "string"})]
 ImageHost = Annotated[
-    str, Field(pattern=rf"^(\*|(\*\.)?{_LABEL}(\.{_LABEL})*|\[[0-9A-Fa-f:]+\])(:\d{{1,5}})?$")
+    str,
+    require_form(
+        rf"^(\*|(\*\.)?{_LABEL}(\.{_LABEL})*|\[[0-9A-Fa-f:]+\])(:\d{{1,5}})?$",
+        "a host, such as example.com, *.example.com or example.com:8443, without https://, or *",
+    ),
 ]
 PerMinute = Annotated[int, Field(ge=1, le=10**12)]
 
@@ -100,7 +104,8 @@ class LimitsConfig(Section):
     images: Annotated[int, Field(ge=0, le=1024)] = 16
     """Most images of a conversation."""
     json_depth: Annotated[int, Field(ge=8, le=256)] = 64
-    """Depth of nested brackets in parts without a fixed form: tools, schemas, metadata."""
+    """Depth of nested brackets in parts without a fixed form: tools, schemas, arguments of the chat
+    template."""
     schema_depth: Annotated[int, Field(ge=1, le=64)] = 16
     """Depth of nested schemas, in a JSON schema for the answer."""
 
@@ -162,7 +167,9 @@ class LoggingConfig(Section):
 class TracingConfig(Section):
     """Spans of requests, exported by OpenTelemetry (the extra `servekit[otel]`)."""
 
-    endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s]+")]
+    endpoint: Annotated[
+        str, require_form(r"^https?://[^/\s]+", "an address, such as http://localhost:4318")
+    ]
     """A receiver of OTLP over HTTP, such as http://localhost:4318. OpenTelemetry's own environment
     variables, such as OTEL_EXPORTER_OTLP_HEADERS, configure the rest."""
     sample: Annotated[float, Field(ge=0, le=1)] = 1.0
@@ -171,4 +178,7 @@ class TracingConfig(Section):
     """`service.name` of the spans."""
 
 
-Origin = Annotated[str, Field(pattern=_ORIGIN)]
+Origin = Annotated[
+    str,
+    require_form(_ORIGIN, "an origin, such as https://app.example, without a / at its end, or *"),
+]

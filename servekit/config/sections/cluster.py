@@ -7,9 +7,10 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from servekit.config.base_model import Section
+from servekit.config.base_model import Section, require_form
 
 _NAMESPACE = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+_OF_NAMESPACE = "letters, digits, ., _ and -, 64 characters at most, a letter or digit first"
 
 
 def _address(value: str) -> str:
@@ -29,7 +30,7 @@ class RayConfig(Section):
 
     address: Annotated[str, AfterValidator(_address)] = "auto"
     """HOST:PORT of its head; auto: the cluster that this machine is a node of, or RAY_ADDRESS."""
-    namespace: Annotated[str | None, Field(pattern=_NAMESPACE)] = None
+    namespace: Annotated[str | None, require_form(_NAMESPACE, _OF_NAMESPACE)] = None
     """Ray's namespace for the actors of this instance; by default one made of this machine's name
     and the run directory."""
     strategy: Literal["PACK", "SPREAD"] = "PACK"

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
-from servekit.config.base_model import Section
+from servekit.config.base_model import Section, require_form
 
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
@@ -44,13 +44,14 @@ def _variables(value: dict[str, str]) -> dict[str, str]:
     return value
 
 
-Word = Annotated[str, Field(pattern=r"^[^\x00]+$")]
+Word = Annotated[str, require_form(r"^[^\x00]+$", "a word that is not empty")]
+_OF_NAME = "letters, digits, _ and -, 32 characters at most, a letter or digit first"
 
 
 class McpServerConfig(Section):
     """A server of the Model Context Protocol: a `command` or a `url` (extra `servekit[mcp]`)."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")]
+    name: Annotated[str, require_form(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$", _OF_NAME)]
     """Shown with its tools: letters, digits, _ and -, 32 characters at most."""
     command: tuple[Word, ...] = ()
     """The words of a command that speaks on its stdin and stdout: started when it is first used. A

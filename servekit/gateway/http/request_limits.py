@@ -1,8 +1,8 @@
 """Limits on the content of one request (`server.limits`), beyond the bounds of the API schemas.
 
 Bodies are bounded in bytes before they are read, and in depth by the decoder, whose limit is far
-below that of Python's stack. Free-form parts (tools, schemas, metadata) are checked here, by the
-endpoints that accept them; a request without such parts pays nothing.
+below that of Python's stack. Free-form parts (tools, schemas, template arguments) are checked here,
+by the endpoints that accept them; a request without such parts pays nothing.
 """
 
 from __future__ import annotations

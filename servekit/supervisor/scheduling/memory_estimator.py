@@ -116,7 +116,7 @@ def estimate(
     """Return the estimate for a replica of `model` at `place`.
 
     `path` are its files, or files with their headers only; by default those on this machine. None
-    if its engine has no files, or if a server's command says how they are loaded.
+    if its engine has no files, or has a form of its own, or if a server's command loads them.
     """
     if not KINDS[model.engine].formats & {"folder", "gguf"} or model.engine == "command":
         return None
@@ -125,6 +125,8 @@ def estimate(
     )
     if path is None:
         return Estimate(unknown="not fetched yet, so its size is not known")
+    if path.is_dir() and not (path / "config.json").exists():
+        return None  # of a plugin's engine, in a form of its own
     try:
         found = _of_gguf(model, place, path) if path.is_file() else _of_folder(model, place, path)
     except (ValueError, OSError, LookupError, TypeError, ArithmeticError) as error:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from servekit.config import base_model
 from servekit.config.error_reporting import (
     MAX_PROBLEMS,
     Problem,
@@ -28,6 +29,43 @@ def told(folder: Path, line: str, more: str = "") -> str:
         write(folder, f"models:\n  - name: a\n    path: org/name\n    {line}\n{more}")
     )
     return said.partition(": ")[2]
+
+
+# ---------------------------------------------------------------- texts of a form
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (
+            "tracing: {endpoint: localhost:4318}",
+            "must be an address, such as http://localhost:4318.",
+        ),
+        ("server: {cors: ['https://a.b/']}", "must be an origin, such as https://app.example,"),
+        ("server: {fetch_images: {hosts: ['https://a']}}", "must be a host, such as example.com,"),
+        ("server: {mcp: [{name: a b, url: 'http://a'}]}", "must be letters, digits, _ and -, 32"),
+        (
+            f"tracing: {{endpoint: 'http://a', service: {'s' * 257}}}",
+            "must be text of at most 256 ch",
+        ),
+    ],
+)
+def test_a_text_of_another_form_is_answered_in_words(tmp_path: Path, more: str, said: str) -> None:
+    assert said in told(tmp_path, "engine: echo", more)
+
+
+def test_a_text_of_another_form_is_not_repeated(tmp_path: Path) -> None:
+    """It may hold a secret."""
+    url = "https://me:secret@host/v1"
+    answer = told(tmp_path, f"engine: openai\n    options: {{url: '{url}'}}")
+    assert "must be an address, such as https://api.example.com/v1" in answer
+    assert "secret" not in answer
+
+
+def test_each_pattern_of_the_file_has_words() -> None:
+    folder = Path(base_model.__file__).parent
+    having = {path.name for path in folder.rglob("*.py") if "Field(pattern=" in path.read_text()}
+    assert having == {"base_model.py"}, "write require_form, which has the pattern and its words"
 
 
 # ---------------------------------------------------------------- hints

@@ -8,13 +8,13 @@ rather than ignored; undeclared ones are reported (`gateway.api.unknown_paramete
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from operator import attrgetter
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, cast, get_args
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, inspect
 
 from servekit.errors import RequestError, Unsupported
 from servekit.gateway.api.fields import (
@@ -410,7 +410,7 @@ def decode(kind: type[Request], body: bytes) -> Request:
             request = lenient.decode(body)
             UNKNOWN.check_body(body, cast(type[msgspec.Struct], kind))
     except msgspec.ValidationError as error:
-        raise _explain(str(error)) from None
+        raise _explain(str(error), kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _not_json(body, error) from None
     except RecursionError:
@@ -441,7 +441,7 @@ def _asks_nothing(value: Any, allowed: tuple[Any, ...]) -> bool:
     return any(value == other and type(value) is type(other) for other in allowed)
 
 
-def _explain(text: str) -> RequestError:
+def _explain(text: str, kind: type) -> RequestError:
     found = _PATH.search(text)
     path = found.group(1) if found else ""
     said = (text[: found.start()] if found else text).replace(" | null`", "`")
@@ -449,4 +449,32 @@ def _explain(text: str) -> RequestError:
         name = f"{path}.{missing.group(1)}".lstrip(".")
         return RequestError(f"{name} is required", param=name)
     name = path.replace("[...]", "")
+    if wrong := re.fullmatch(r"Invalid enum value (.*)", said):
+        steps = re.findall(r"\[[^\]]*\]|[^.\[]+", path)
+        if choices := dict.fromkeys(_find_choices(_describe(kind), steps)):
+            said = f"{wrong.group(1)} is not one of: {', '.join(map(str, choices))}"
     return RequestError(f"{path or 'the body'}: {said[:1].lower()}{said[1:]}", param=name or None)
+
+
+@cache
+def _describe(kind: type) -> inspect.Type:
+    return inspect.type_info(kind)
+
+
+def _find_choices(info: inspect.Type, steps: Sequence[str]) -> list[object]:
+    """Return the values that a field `steps` below a type may have; [] if they are not listed."""
+    match info:
+        case inspect.LiteralType() if not steps:
+            return [value for value in info.values if value is not None]
+        case inspect.UnionType():
+            return [choice for one in info.types for choice in _find_choices(one, steps)]
+        case inspect.Metadata():
+            return _find_choices(info.type, steps)
+        case inspect.StructType() if steps:
+            found = [one.type for one in info.fields if one.encode_name == steps[0]]
+            return _find_choices(found[0], steps[1:]) if found else []
+        case inspect.ListType() | inspect.VarTupleType() if steps:
+            return _find_choices(info.item_type, steps[1:])
+        case inspect.DictType() if steps:
+            return _find_choices(info.value_type, steps[1:])
+    return []

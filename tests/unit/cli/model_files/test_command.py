@@ -124,6 +124,16 @@ def test_a_model_is_as_its_best_worker(
     assert [row["state"] for row in rows[:3]] == [told, told, ""]
 
 
+def test_a_running_model_has_the_engine_that_was_chosen(config: Path, run_dir: Path) -> None:
+    config.write_text(config.read_text().replace("engine: transformers", "engine: auto"))
+    status = serving(config, "ready")
+    chosen = replace(status, models=(replace(status.models[0], engine="llamacpp"),))
+    with listening(run_dir, lambda message: None, chosen):
+        rows = list_rows("--run-dir", run_dir)
+    assert [row["engine"] for row in rows[:3]] == ["llamacpp", "llamacpp", "echo"]
+    assert list_rows("-c", config)[0]["engine"] == "auto"
+
+
 def test_a_model_that_comes_and_goes_is_as_its_memory(config: Path, run_dir: Path) -> None:
     status = serving(config, "ready")
     asleep = replace(status.models[0], residence=ResidencyStatus("on_demand", "coming"))
@@ -188,7 +198,7 @@ def test_a_fetch_ends_with_its_error_or_tells_the_size(capsys: pytest.CaptureFix
 
 def test_rm_removes_a_model_of_the_file_once_confirmed(config: Path, run_dir: Path) -> None:
     refused = invoke("rm", "alpha", "--run-dir", run_dir, typed="n\n")
-    assert refused.exit_code == 1 and "Remove org/name, " in refused.stdout
+    assert refused.exit_code == 1 and "caches have of org/name, " in refused.stdout
     assert list_rows("-c", config)[0]["size_bytes"]
     done = invoke("rm", "alpha", "--run-dir", run_dir, typed="y\n")
     assert done.exit_code == 0, done.stderr
@@ -201,6 +211,21 @@ def test_rm_takes_a_source_as_ls_shows_it(config: Path, run_dir: Path) -> None:
     assert done.exit_code == 0, done.stderr
     assert done.stdout.startswith("removed pkg==1.0: ")
     assert [row["from"] for row in list_rows("-c", config)] == ["org/name", "a preset of a", ""]
+
+
+def test_rm_takes_a_file_that_was_converted_and_leaves_the_file(
+    tmp_path: Path, run_dir: Path
+) -> None:
+    gguf = tmp_path / "here" / "m.gguf"
+    gguf.write_bytes(b"GGUF")
+    missing = invoke("rm", "./m.gguf", "--yes", "--run-dir", run_dir)
+    assert missing.stderr.startswith(f"{gguf} is not in the caches, which hold: org/name")
+    converted = tmp_path / "servekit" / "models" / "m-1"
+    converted.mkdir()
+    (converted / ".servekit.json").write_text(json.dumps({"identity": ["gguf 3", str(gguf)]}))
+    done = invoke("rm", "./m.gguf", "--yes", "--run-dir", run_dir)
+    assert done.stdout.startswith(f"removed {gguf}: ")
+    assert gguf.exists() and not converted.exists()
 
 
 def test_rm_of_what_is_not_there_says_what_is(run_dir: Path) -> None:

@@ -270,6 +270,8 @@ def test_what_is_not_here_is_not_known(tmp_path: Path) -> None:
     assert found.describe_claim(0) == found.unknown
     echo = ModelConfig.model_validate({"name": "a", "path": "x", "engine": "echo"})
     assert estimate(echo, spot, {}) is None
+    texts = ModelConfig(name="m", path=str(tmp_path))  # as the folder of a plugin's engine
+    assert estimate(texts, spot, {}) is None
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,31 @@ def test_prompts_come_alone_or_in_a_list(prompt: Any, taken: Any) -> None:
     assert completion_prompts(decode(CompletionRequest, body)) == taken
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (
+            {"messages": [{**USER, "role": "robot"}]},
+            "messages[0].role: 'robot' is not one of: assistant, developer, function, system,",
+        ),
+        (
+            {"response_format": {"type": "xml"}},
+            "'xml' is not one of: json_object, json_schema, text",
+        ),
+        (
+            {"reasoning_effort": "most"},
+            "reasoning_effort: 'most' is not one of: high, low, medium,",
+        ),
+    ],
+)
+def test_a_wrong_word_is_answered_with_those_that_there_are(
+    fields: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(RequestError) as error:
+        chat(**fields)
+    assert said in error.value.message and "None" not in error.value.message
+
+
 def test_message_parts_and_roles() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     request = chat(messages=[{"role": "developer", "content": "d"}, {**USER, "content": parts}])
