@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -22,6 +23,10 @@ def findings_text(findings: Sequence[Finding]) -> str:
     """Format findings for people: one line each, and the totals."""
     width = max((len(finding.area) for finding in findings), default=0)
     lines = [f"{f.level:<8} {f.area:<{width}}  {f.said}" for f in findings]
-    errors = sum(finding.level == "error" for finding in findings)
-    warnings = sum(finding.level == "warning" for finding in findings)
-    return "\n".join([*lines, f"{errors} errors, {warnings} warnings"])
+    counts = Counter(finding.level for finding in findings)
+    total = (_count(counts["error"], "error"), _count(counts["warning"], "warning"))
+    return "\n".join([*lines, ", ".join(total)])
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

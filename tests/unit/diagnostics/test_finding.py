@@ -17,6 +17,6 @@ def test_areas_are_aligned_and_totals_are_told() -> None:
         "warning  open files  few",
         "error    disk        full",
         "error    port        taken",
-        "2 errors, 1 warnings",
+        "2 errors, 1 warning",
     ]
     assert findings_text([]) == "0 errors, 0 warnings"

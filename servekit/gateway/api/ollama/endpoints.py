@@ -71,7 +71,8 @@ class Ollama:
             "/api/pull": door.plain(self._pull),
             **dict.fromkeys(_NOT_HERE, door.plain(_refuse_changes)),
         }
-        paths = (*self.handlers, *self.routes, "/api/tags", "/api/ps", "/api/version")
+        reads = ("/api/tags", "/api/ps", "/api/version", "/api/delete")
+        paths = (*self.handlers, *self.routes, *reads)
         self.envelopes: dict[str, Envelope] = dict.fromkeys(paths, encode_error)
 
     # ---- generating
@@ -185,7 +186,11 @@ def _refuse_changes(body: bytes) -> bytes:
 
 
 def add_reads(app: FastAPI, router: Router) -> None:
-    """Add the GET endpoints."""
+    """Add the GET endpoints, and the DELETE of `ollama rm`."""
+
+    @app.delete("/api/delete", include_in_schema=False)
+    async def delete() -> Response:
+        return Response(_refuse_changes(b""))
 
     @app.get("/api/tags", tags=["Ollama"], summary="The models served")
     async def tags() -> Response:

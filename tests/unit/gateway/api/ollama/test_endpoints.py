@@ -263,6 +263,13 @@ async def test_refusals_are_ollamas(
     assert says in answer.json()["error"]
 
 
+async def test_a_model_is_not_removed_by_ollama_rm(service: Service) -> None:
+    async with await client(service) as http:
+        answer = await http.request("DELETE", "/api/delete", json={"model": "m"})
+    assert answer.status_code == 400
+    assert "configuration file" in answer.json()["error"]
+
+
 async def test_a_model_that_does_not_think_is_not_made_to(service: Service) -> None:
     [worker] = await service.up()
     status = replace(service.router.routes["m"].status, info=worker.runner.info)
