@@ -177,14 +177,32 @@ def test_greedy_text_is_that_of_transformers(engine: Harness, folder: Path) -> N
     assert (same if ON_CPU else begun) == len(PROMPTS)  # on GPUs in bfloat16: up to near-ties
 
 
-def test_penalties_count_what_another_worker_said(even: Harness) -> None:
-    """The noise is the same, so that the penalties alone could make another text."""
-    asked = GREEDY | {"frequency_penalty": 2.0, "temperature": 1.0, "seed": 3}
-    whole = even.generate(PROMPTS[0], **asked)
-    assert whole != even.generate(PROMPTS[0], **(asked | {"frequency_penalty": -2.0}))
-    for at in (1, 8, 20):
-        rest = even.tokens(even.submit(PROMPTS[0], emitted=whole[:at], **asked))
-        assert rest == whole[at:]
+@pytest.mark.parametrize(
+    ("penalties", "others"),
+    [
+        ({"frequency_penalty": 2.0}, {"frequency_penalty": -2.0}),
+        ({"presence_penalty": 2.0}, {"presence_penalty": -2.0}),
+        (
+            {"presence_penalty": -2.0, "frequency_penalty": 0.5, "repetition_penalty": 1.5},
+            {"presence_penalty": 2.0, "frequency_penalty": 0.5, "repetition_penalty": 1.5},
+        ),
+    ],
+)
+def test_penalties_count_what_another_worker_said(
+    even: Harness, penalties: dict[str, Any], others: dict[str, Any]
+) -> None:
+    """The noise is the same, so that the penalties alone could make another text.
+
+    Tokens that come again count as often as they have come, and once for their presence.
+    """
+    asked: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True, "temperature": 1.0, "seed": 3}
+    whole = even.generate(PROMPTS[0], **asked, **penalties)
+    assert whole != even.generate(PROMPTS[0], **asked, **others)
+    beside = even.submit(PROMPTS[0], **asked, **penalties)
+    jobs = {at: even.submit(PROMPTS[0], whole[:at], **asked, **penalties) for at in (1, 8, 100)}
+    for at, job in jobs.items():
+        assert even.tokens(job) == whole[at:]
+    assert even.tokens(beside) == whole
 
 
 def test_a_prompt_that_begins_alike_is_read_from_the_cache(engine: Harness) -> None:

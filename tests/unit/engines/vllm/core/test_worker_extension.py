@@ -11,7 +11,7 @@ import pytest
 
 from servekit.config.engines.installed import is_there
 from servekit.config.engines.options import KINDS
-from servekit.engines.vllm.requests import BEFORE
+from servekit.engines.vllm.requests import DONE
 
 pytestmark = [
     pytest.mark.timeout(300),  # vLLM is imported
@@ -64,8 +64,9 @@ class FrozenStates:
 
 
 @pytest.mark.parametrize("states_of", [SimpleNamespace, FrozenStates])
-def test_the_second_model_runner_bans_what_another_worker_has_begun(
-    monkeypatch: pytest.MonkeyPatch, states_of: Any
+@pytest.mark.parametrize("name", ["BadWordsState", "PenaltiesState"])
+def test_the_second_model_runner_counts_what_another_worker_has_begun(
+    monkeypatch: pytest.MonkeyPatch, states_of: Any, name: str
 ) -> None:
     from vllm.v1.worker.gpu import buffer_utils
     from vllm.v1.worker.gpu.sample import sampler
@@ -74,13 +75,14 @@ def test_the_second_model_runner_bans_what_another_worker_has_begun(
 
     monkeypatch.setattr(buffer_utils, "UvaBackedTensor", Lengths)
     monkeypatch.setattr(sampler, "BadWordsState", Kernel)
-    worker_extension.take_up_bad_words()
+    monkeypatch.setattr(sampler, "PenaltiesState", Kernel)
+    worker_extension.take_up_begun_texts()
     states = states_of(prompt_len=Lengths(2), all_token_ids=[[1, 2, 7, 8], [1, 2, 7, 8]])
     states.prompt_len.np[:] = 4
     states.prompt_len.copy_to_uva()
-    kernel = sampler.BadWordsState(states)
+    kernel = getattr(sampler, name)(states)
     words = [[7, 8, 9], [2, 7, 8, 3], [8, 4], [6]]
-    for at, extra in enumerate(({BEFORE: [7, 8]}, None)):
+    for at, extra in enumerate(({DONE: 2}, None)):
         assert kernel.add_request(at, SimpleNamespace(extra_args=extra, bad_words_token_ids=words))
     kernel.apply_staged_writes()
     assert (kernel.banned(0), kernel.banned(1)) == ({9, 4, 6}, {6})
