@@ -143,7 +143,9 @@ REQUIRED = (
         ),
     ),
     Required("vllm.v1.worker.cpu_worker:CPUWorker"),
-    Required("vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler", ("forward_native",)),
+    Required(
+        "vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler", ("forward_native", "forward_cpu")
+    ),
     # penalties and bad words that count tokens of another worker, in the first model runner
     Required("vllm.v1.sample.sampler:Sampler", ("apply_logits_processors",)),
     Required("vllm.v1.sample.rejection_sampler:RejectionSampler", ("apply_logits_processors",)),

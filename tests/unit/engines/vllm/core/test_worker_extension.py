@@ -89,6 +89,45 @@ def test_the_second_model_runner_counts_what_another_worker_has_begun(
     assert states.prompt_len.gpu.tolist() == [4, 4], "it is the prompt to all others"
 
 
+def test_a_seed_is_kept_beside_a_request_without_one() -> None:
+    import torch
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    from servekit.engines.vllm.core.worker_extension import keep_seeds
+
+    sampler = topk_topp_sampler.TopKTopPSampler()
+    keep_seeds(sampler)
+    logits = torch.zeros(2, 5000)
+
+    def draw() -> list[int]:
+        seeded = {0: torch.Generator().manual_seed(7)}
+        tokens, _ = sampler.forward(logits.clone(), seeded, None, None)
+        return [int(token) for token in tokens]
+
+    (first, other), (again, another) = draw(), draw()
+    assert first == again and other != another
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_the_way_for_cpus_is_taken_where_it_is_right(compiles: bool) -> None:
+    from servekit.engines.vllm.core.worker_extension import keep_seeds
+
+    def right(logits: Any) -> str:
+        return "for CPUs"
+
+    def wrong(logits: Any) -> Any:
+        return compiled_random_sample(logits)
+
+    way = wrong if compiles else right
+    sampler = SimpleNamespace(forward=way, forward_cpu=way, forward_native=lambda logits: "native")
+    keep_seeds(sampler)
+    assert sampler.forward(0) == ("native" if compiles else "for CPUs")
+
+
+def compiled_random_sample(logits: Any) -> Any:
+    raise AssertionError("this is as up to 0.31")
+
+
 def test_an_adapter_leaves_rows_of_the_base_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their index is -1, which is that of the last slot in vLLM's functions for a CPU."""
     import torch
