@@ -421,10 +421,16 @@ def group(one: Harness, name: str) -> psutil.Process:
     ],
 )
 def test_a_core_that_dies_is_noticed(
-    folder: Path, victim: str, number: signal.Signals, words: str
-) -> None:
-    one = Harness(spec_of(folder, 8, kv_cache_bytes=2**28), VllmEngine)
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: str,
+    number: signal.Signals, words: str,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", "")  # is restored at the end
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH")
+    monkeypatch.chdir(tmp_path)
+    spec = structs.replace(spec_of(folder, 8, kv_cache_bytes=2**28), socket="w1.sock")
+    one = Harness(spec, VllmEngine)
     try:
+        assert list(Path("w1.sock.d").iterdir()), "the sockets of its processes"
         job = one.submit(PROMPTS[0], max_tokens=450, ignore_eos=True)
         one.until(lambda: bool(one.outputs.get(job)), "it began")
         group(one, victim).send_signal(number)
