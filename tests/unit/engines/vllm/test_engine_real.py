@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from servekit.config.engines.installed import is_there
 from servekit.config.engines.options import KINDS
 from servekit.engines.api.base import EmbedJob
+from servekit.engines.vllm import library
 from servekit.engines.vllm.engine import VllmEngine
 from servekit.engines.vllm.probes import Probes
 from servekit.errors import LoadError, RequestError
@@ -203,6 +204,23 @@ def test_penalties_count_what_another_worker_said(
     for at, job in jobs.items():
         assert even.tokens(job) == whole[at:]
     assert even.tokens(beside) == whole
+
+
+@pytest.mark.skipif(not ON_CPU, reason="in bfloat16 a near-tie may part the texts")
+def test_penalties_count_what_another_worker_said_beside_drafts(folder: Path) -> None:
+    if library.vllm_version().startswith("0.30."):
+        pytest.skip("this release cannot speculate on a CPU")
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    passed = {"speculative_config": drafts}
+    one = Harness(spec_of(folder, 8, kv_cache_bytes=2**28, engine_args=passed), VllmEngine)
+    try:
+        asked: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True, "frequency_penalty": -1.5}
+        whole = one.generate(PROMPTS[4], **asked)
+        assert len(set(whole)) < 120, "tokens come again"
+        jobs = {at: one.submit(PROMPTS[4], whole[:at], **asked) for at in (1, 40, 150)}
+        assert {at: one.tokens(job) for at, job in jobs.items()} == {at: whole[at:] for at in jobs}
+    finally:
+        one.close()
 
 
 def test_a_prompt_that_begins_alike_is_read_from_the_cache(engine: Harness) -> None:
