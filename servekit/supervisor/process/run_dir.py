@@ -5,7 +5,7 @@
     children.json      its processes: name, pid, birthmark
     shared_memory.json its children's segments in /dev/shm
     control.sock       the operator's socket
-    w1.sock …          one socket per worker incarnation
+    w1.sock …          one socket per worker incarnation; w1.sock.* is whatever that worker needs
     logs/NAME.log      each child's output: gateway-0.log, MODEL~0.log of the worker MODEL/0
     events.db          the events, of earlier lives too (`supervisor.event_log`)
 
@@ -25,6 +25,7 @@ import fcntl
 import json
 import os
 import pwd
+import shutil
 import socket
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -225,6 +226,11 @@ class RunDir:
         self._sockets += 1
         return self.path / f"w{self._sockets}.sock"
 
+    def remove_socket(self, socket: Path) -> None:
+        """Remove the socket of a worker that has ended, and the files that it had beside it."""
+        for path in self.path.glob(f"{socket.name}*"):
+            _remove(path)
+
     def log_path(self, name: str) -> Path:
         # No model's name contains "~", so no two children share a file.
         return self.logs / f"{name.replace('/', '~')}.log"
@@ -277,9 +283,9 @@ class RunDir:
 
     def _clear(self) -> None:
         own = "supervisor.json", PROFILE, CHILDREN, shared_memory.SEGMENTS
-        for pattern in ("*.sock", "*.new", *own):
+        for pattern in ("*.sock*", "*.new", *own):
             for path in self.path.glob(pattern):
-                path.unlink(missing_ok=True)
+                _remove(path)
 
 
 def _check_path(path: Path) -> None:
@@ -373,6 +379,13 @@ def is_still_there(fd: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(fd), path.stat())
     except FileNotFoundError:
         return False
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _remove_empty(folders: Iterable[Path]) -> None:

@@ -225,7 +225,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
 
     def forget_child(self) -> None:
         if self._socket is not None:
-            self._socket.unlink(missing_ok=True)
+            self.host.run_dir.remove_socket(self._socket)
         self._socket, self._loads, self._given_up = None, None, False
         self.liveness = Liveness(time.monotonic())
         self.gpu.reset_figures()

@@ -16,7 +16,7 @@ from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
 
 from servekit.engines.text import structured_output
 from servekit.engines.vllm.core import causes
-from servekit.engines.vllm.requests import EMITTED, GRAMMAR
+from servekit.engines.vllm.requests import DONE, GRAMMAR
 
 #: As wide as the worker's, which has accepted the grammar. The lexer may have more states, as its
 #: text cannot go on with another one.
@@ -62,8 +62,8 @@ def take_grammars(manager: Any) -> None:
         tokenizer = manager.backend.ll_tokenizer
         matcher = LLMatcher(tokenizer, brought[GRAMMAR], log_level=0, limits=LIMITS)
         grammar = StrictGrammar(matcher, tokenizer, manager.backend.vocab_size)
-        if emitted := brought.get(EMITTED):
-            grammar.accept_tokens(request.request_id, list(emitted))
+        if done := brought.get(DONE):
+            grammar.accept_tokens(request.request_id, list(request.prompt_token_ids[-done:]))
         return grammar
 
     manager._create_grammar = create

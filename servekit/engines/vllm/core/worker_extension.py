@@ -2,19 +2,19 @@
 
 vLLM imports it by name; one runs on each GPU, or on the CPU. vLLM's own worker cannot tell whether
 there is enough memory to wake up, and cannot continue exactly where another worker stopped, neither
-with a seed nor in the middle of a bad word. vLLM has two model runners, which draw the noise of a
-seeded request differently:
+with a seed nor with penalties or bad words, which do not count tokens of the prompt. vLLM has two
+model runners, which draw the noise of a seeded request differently:
 
     V1      from a generator that is seeded once and advances by a fixed amount per token. It is
             advanced to the position of the next token
-    V2      by seed and position in the text. Tokens of another worker are a part of the prompt, so
-            the noise continues by itself
+    V2      by seed and position in the text, so the noise continues by itself
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -22,11 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.platforms import current_platform
-from vllm.v1.sample.ops import bad_words, topk_topp_sampler
 
 from servekit.engines.api.base import TOLD_TO_FAIL
 from servekit.engines.vllm.core import causes
-from servekit.engines.vllm.requests import BEFORE, DONE
+from servekit.engines.vllm.requests import DONE
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
@@ -34,43 +33,23 @@ else:
     from vllm.v1.worker.gpu_worker import Worker
 
 
-_ban_in_a_row = bad_words._apply_bad_words_single_batch
+def take_up_begun_texts() -> None:
+    """Make the second model runner count another worker's tokens for penalties and bad words.
 
-
-class BadWords(list[list[int]]):
-    """Bad words of a request, and the last tokens of another worker after which it continues."""
-
-    def __init__(self, words: Sequence[list[int]], before: Sequence[int]) -> None:
-        super().__init__(words)
-        self.before = list(before)
-
-
-def _ban_words(
-    logits: torch.Tensor, bad_words_token_ids: list[list[int]], past_tokens_ids: list[int]
-) -> None:
-    """Ban the last token of each bad word whose other tokens `past_tokens_ids` ends with.
-
-    In the first model runner these are only the tokens that it generated itself.
+    Its kernels count tokens, and compare them with bad words, from the end of the prompt on. Here
+    that starts earlier, by the number of another worker's tokens. Other code sees the real prompt
+    length.
     """
-    words, past = bad_words_token_ids, past_tokens_ids
-    before = words.before if isinstance(words, BadWords) else []
-    _ban_in_a_row(logits, words, before + past if before else past)
-
-
-bad_words._apply_bad_words_single_batch = _ban_words
-
-
-def take_up_bad_words() -> None:
-    """Make the second model runner ban a bad word that began in another worker.
-
-    Its kernel compares tokens from the end of the prompt on. Here that comparison starts earlier,
-    by the number of another worker's tokens that may belong to a bad word. Other code sees the real
-    prompt length.
-    """
-    from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
     from vllm.v1.worker.gpu.sample import sampler
 
-    class BegunBadWords(sampler.BadWordsState):  # type: ignore[misc] # untyped here
+    for name in ("BadWordsState", "PenaltiesState"):
+        setattr(sampler, name, _with_begun_texts(getattr(sampler, name)))
+
+
+def _with_begun_texts(kind: Any) -> Any:
+    from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
+
+    class Begun(kind):  # type: ignore[misc] # untyped here
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             self.req_states: Any
@@ -81,15 +60,15 @@ def take_up_bad_words() -> None:
             object.__setattr__(self.req_states, "prompt_len", self._begin)
 
         def add_request(self, at: int, params: Any) -> Any:
-            before = (params.extra_args or {}).get(BEFORE, ())
-            self._begin.np[at] = self._prompt_len.np[at] - len(before)
+            done = (params.extra_args or {}).get(DONE, 0)
+            self._begin.np[at] = self._prompt_len.np[at] - done
             return super().add_request(at, params)
 
         def apply_staged_writes(self) -> None:
             self._begin.copy_to_uva()
             super().apply_staged_writes()
 
-    sampler.BadWordsState = BegunBadWords
+    return Begun
 
 
 def skip_rows_of_base() -> None:
@@ -116,10 +95,24 @@ def skip_rows_of_base() -> None:
     lora_ops.bgmv_shrink = punica_cpu.bgmv_shrink = shrink_adapted
 
 
+def keep_seeds(sampler: Any) -> None:
+    """Make a `TopKTopPSampler` on a CPU draw by the seeds of all requests that have one.
+
+    Up to 0.28 its way for CPUs ignores them if another request of the batch has none, and up to
+    0.31 it compiles a function. Later it is right, and takes a third of the time of the other way.
+    """
+    if "compiled_random_sample" in sampler.forward_cpu.__code__.co_names:
+        sampler.forward = sampler.forward_native
+
+
 class Rank(Worker):  # type: ignore[misc] # untyped here: vLLM is not installed
     """vLLM's worker of one GPU, or of the CPU."""
 
     _fails = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._begun: dict[str, list[int]] = {}  # by request: tokens of another worker
 
     def lacking_bytes(self) -> int:
         """Return how many bytes of GPU memory are missing for the wake-up; 0 if there is enough.
@@ -138,17 +131,19 @@ class Rank(Worker):  # type: ignore[misc] # untyped here: vLLM is not installed
     def execute_model(self, scheduler_output: Any) -> Any:
         if self._fails:
             raise RuntimeError(TOLD_TO_FAIL)
-        for new in scheduler_output.scheduled_new_reqs:
-            brought = new.sampling_params and new.sampling_params.extra_args
-            if brought and (before := brought.get(BEFORE)):
-                words = BadWords(new.sampling_params.bad_words_token_ids, before)
-                new.sampling_params._bad_words_token_ids = words
         output = super().execute_model(scheduler_output)  # draws nothing: `sample_tokens` does
+        if not self.use_v2_model_runner:
+            self._take_up(scheduler_output)
+        return output
+
+    def _take_up(self, scheduler_output: Any) -> None:
+        for name in scheduler_output.finished_req_ids:
+            self._begun.pop(name, None)
         for new in scheduler_output.scheduled_new_reqs:
             brought = new.sampling_params and new.sampling_params.extra_args
             if brought and (done := brought.get(DONE)):
-                self._go_on(new.req_id, int(done))
-        return output
+                self._begun[new.req_id] = new.prompt_token_ids[-done:]
+                self._go_on(new.req_id, done)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         with self._unread_draw_nothing():
@@ -160,14 +155,17 @@ class Rank(Worker):  # type: ignore[misc] # untyped here: vLLM is not installed
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         if self.use_v2_model_runner:
-            take_up_bad_words()
+            take_up_begun_texts()
         if self._on_cpu and self.vllm_config.lora_config is not None:
             skip_rows_of_base()
         loaded = super().load_model(*args, **kwargs)
-        if self._on_cpu and hasattr(topk_topp_sampler, "compiled_random_sample"):
-            # up to 0.28 it ignores seeds if one request of the batch has none
-            sampler = self.model_runner.sampler.topk_topp_sampler
-            sampler.forward = sampler.forward_native
+        if not self.use_v2_model_runner:
+            for name in ("sampler", "rejection_sampler"):  # the latter of drafts, if there are any
+                if (sampler := getattr(self.model_runner, name, None)) is not None:
+                    whole = self._with_begun(sampler.apply_logits_processors)
+                    sampler.apply_logits_processors = whole
+        if self._on_cpu:
+            keep_seeds(self.model_runner.sampler.topk_topp_sampler)
         if self._on_cpu and self.vllm_config.lora_config is not None:
             runner = self.model_runner
             runner._get_prompt_logprobs_dict = self._one_prompt_at_a_time(
@@ -227,9 +225,20 @@ class Rank(Worker):  # type: ignore[misc] # untyped here: vLLM is not installed
         finally:
             batch.generators.update(kept)
 
+    def _with_begun(self, apply: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a method that counts tokens for penalties and bad words: count another worker's."""
+
+        def apply_to_whole_texts(logits: Any, metadata: Any, *more: Any) -> Any:
+            if self._begun and metadata.output_token_ids:
+                names = self.model_runner.input_batch.req_ids
+                rows = zip(names, metadata.output_token_ids, strict=True)
+                whole = [[*self._begun.get(name, ()), *row] for name, row in rows]
+                metadata = dataclasses.replace(metadata, output_token_ids=whole)
+            return apply(logits, metadata, *more)
+
+        return apply_to_whole_texts
+
     def _go_on(self, name: str, done: int) -> None:
-        if self.use_v2_model_runner:
-            return
         generator = self.model_runner.requests[name].generator
         if generator is None:  # greedy
             return

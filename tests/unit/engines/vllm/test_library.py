@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -83,3 +84,22 @@ def test_a_missing_vllm_is_told_with_its_remedy() -> None:
 def test_the_installed_release_has_all_that_is_used() -> None:
     assert contract.find_lacking(library.packages_folder()) == []
     assert contract.is_tried(library.vllm_version())
+
+
+def test_sockets_of_vllm_are_kept_beside_the_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "VLLM_RPC_BASE_PATH"
+    monkeypatch.setenv(name, "")  # is restored at the end
+    monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    room = 107 - len(".d/") - 36
+    for socket in ("", "w" * (room + 1)):
+        library.keep_sockets(make_spec("/model", engine="vllm", socket=socket))
+        assert name not in os.environ and not list(tmp_path.iterdir())
+    socket = "w" * room
+    library.keep_sockets(make_spec("/model", engine="vllm", socket=socket))
+    assert os.environ[name] == f"{socket}.d" and Path(f"{socket}.d").is_dir()
+    monkeypatch.setenv(name, "/elsewhere")
+    library.keep_sockets(make_spec("/model", engine="vllm", socket="w2.sock"))
+    assert os.environ[name] == "/elsewhere"

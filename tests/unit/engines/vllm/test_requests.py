@@ -59,12 +59,6 @@ def test_a_continuation_counts_what_there_is() -> None:
     assert found["logit_bias"] == {7: 1.0}
 
 
-def test_penalties_of_the_completion_count_what_there_is() -> None:
-    found = asked([7, 7, 8], presence_penalty=0.5, frequency_penalty=0.25, logit_bias=((8, 1.0),))
-    assert found["logit_bias"] == {7: -1.0, 8: 0.25}
-    assert (found["presence_penalty"], found["frequency_penalty"]) == (0.5, 0.25)
-
-
 def test_no_more_biases_than_there_is_room_for() -> None:
     """One more raises in the core's step, and all requests of the worker are lost."""
     most = requests.MOST_BIASES
@@ -72,10 +66,6 @@ def test_no_more_biases_than_there_is_room_for() -> None:
     assert len(asked(logit_bias=given)["logit_bias"]) == most
     with pytest.raises(RequestError, match="at most 1024 tokens, and these are 1025"):
         asked(logit_bias=(*given, (most, 1.0)))
-    emitted = [*range(50, 50 + most), 9999, 9999, 9999]
-    found = asked(emitted, max_tokens=5000, frequency_penalty=0.5, logit_bias=((7, 1.0),))
-    assert len(found["logit_bias"]) == most
-    assert (found["logit_bias"][7], found["logit_bias"][9999]) == (1.0, -1.5)
 
 
 @pytest.mark.parametrize(
@@ -102,25 +92,10 @@ def test_no_more_stop_tokens_and_words_than_there_is_room_for(
         requests.check_room(params)
 
 
-def test_a_seed_goes_on_after_so_many_tokens() -> None:
+def test_a_text_goes_on_after_so_many_tokens() -> None:
     assert "extra_args" not in asked(seed=5)
     later = asked([7, 8], seed=5)
     assert (later["seed"], later["extra_args"]) == (5, {requests.DONE: 2})
-    assert "extra_args" not in asked([7, 8])
-
-
-@pytest.mark.parametrize(
-    ("banned", "brought"),
-    [([], {}), ([(8,)], {}), ([(8, 9), (1,)], {requests.BEFORE: [8]})],
-)
-def test_bad_words_may_have_been_begun_by_another_worker(
-    banned: list[tuple[int, ...]], brought: dict[str, Any]
-) -> None:
-    given = SamplingParams(max_tokens=16, temperature=0.7)
-    for emitted, told in (([6, 7, 8], brought), ([], {})):
-        job = Job(1, [5, 6], given, emitted, banned=tuple(banned))
-        found = requests.sampling_arguments(job, resolve_sampling(given, {}, 1000), EOS, 2)
-        assert found.get("extra_args", {}) == told
 
 
 def test_each_seed_is_one_to_vllm_too() -> None:

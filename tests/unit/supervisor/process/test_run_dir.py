@@ -134,12 +134,29 @@ def test_sockets_and_logs_have_names_of_their_own(tmp_path: Path) -> None:
     taken.unlock()
 
 
+def test_a_worker_leaves_nothing_beside_its_socket(tmp_path: Path) -> None:
+    taken = RunDir.claim(tmp_path / "r")
+    sockets = [taken.new_socket() for _ in range(11)]
+    for one in (sockets[0], sockets[10]):
+        one.touch()
+        Path(f"{one}.jinja").touch()
+        Path(f"{one}.d").mkdir()
+        (Path(f"{one}.d") / "of its engine").touch()
+    taken.remove_socket(sockets[0])
+    left = {path.name for path in taken.path.glob("w*")}
+    assert left == {"w11.sock", "w11.sock.jinja", "w11.sock.d"}
+    taken.unlock()
+    assert not list(taken.path.glob("w*"))
+
+
 def test_a_new_start_sweeps_what_a_dead_one_left(
     tmp_path: Path, sleeper: subprocess.Popen[bytes]
 ) -> None:
     path = tmp_path / "r"
     RunDir.claim(path).unlock()
     (path / "w7.sock").touch()
+    (path / "w7.sock.d").mkdir()
+    (path / "w7.sock.d" / "of its engine").touch()
     (path / "children.json").write_text(
         json.dumps([{"name": "w", "pid": sleeper.pid, "started": started(sleeper)}])
     )

@@ -11,7 +11,7 @@ import pytest
 
 from servekit.config.engines.installed import is_there
 from servekit.config.engines.options import KINDS
-from servekit.engines.vllm.requests import BEFORE
+from servekit.engines.vllm.requests import DONE
 
 pytestmark = [
     pytest.mark.timeout(300),  # vLLM is imported
@@ -64,8 +64,9 @@ class FrozenStates:
 
 
 @pytest.mark.parametrize("states_of", [SimpleNamespace, FrozenStates])
-def test_the_second_model_runner_bans_what_another_worker_has_begun(
-    monkeypatch: pytest.MonkeyPatch, states_of: Any
+@pytest.mark.parametrize("name", ["BadWordsState", "PenaltiesState"])
+def test_the_second_model_runner_counts_what_another_worker_has_begun(
+    monkeypatch: pytest.MonkeyPatch, states_of: Any, name: str
 ) -> None:
     from vllm.v1.worker.gpu import buffer_utils
     from vllm.v1.worker.gpu.sample import sampler
@@ -74,17 +75,57 @@ def test_the_second_model_runner_bans_what_another_worker_has_begun(
 
     monkeypatch.setattr(buffer_utils, "UvaBackedTensor", Lengths)
     monkeypatch.setattr(sampler, "BadWordsState", Kernel)
-    worker_extension.take_up_bad_words()
+    monkeypatch.setattr(sampler, "PenaltiesState", Kernel)
+    worker_extension.take_up_begun_texts()
     states = states_of(prompt_len=Lengths(2), all_token_ids=[[1, 2, 7, 8], [1, 2, 7, 8]])
     states.prompt_len.np[:] = 4
     states.prompt_len.copy_to_uva()
-    kernel = sampler.BadWordsState(states)
+    kernel = getattr(sampler, name)(states)
     words = [[7, 8, 9], [2, 7, 8, 3], [8, 4], [6]]
-    for at, extra in enumerate(({BEFORE: [7, 8]}, None)):
+    for at, extra in enumerate(({DONE: 2}, None)):
         assert kernel.add_request(at, SimpleNamespace(extra_args=extra, bad_words_token_ids=words))
     kernel.apply_staged_writes()
     assert (kernel.banned(0), kernel.banned(1)) == ({9, 4, 6}, {6})
     assert states.prompt_len.gpu.tolist() == [4, 4], "it is the prompt to all others"
+
+
+def test_a_seed_is_kept_beside_a_request_without_one() -> None:
+    import torch
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    from servekit.engines.vllm.core.worker_extension import keep_seeds
+
+    sampler = topk_topp_sampler.TopKTopPSampler()
+    keep_seeds(sampler)
+    logits = torch.zeros(2, 5000)
+
+    def draw() -> list[int]:
+        seeded = {0: torch.Generator().manual_seed(7)}
+        tokens, _ = sampler.forward(logits.clone(), seeded, None, None)
+        return [int(token) for token in tokens]
+
+    (first, other), (again, another) = draw(), draw()
+    assert first == again and other != another
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_the_way_for_cpus_is_taken_where_it_is_right(compiles: bool) -> None:
+    from servekit.engines.vllm.core.worker_extension import keep_seeds
+
+    def right(logits: Any) -> str:
+        return "for CPUs"
+
+    def wrong(logits: Any) -> Any:
+        return compiled_random_sample(logits)
+
+    way = wrong if compiles else right
+    sampler = SimpleNamespace(forward=way, forward_cpu=way, forward_native=lambda logits: "native")
+    keep_seeds(sampler)
+    assert sampler.forward(0) == ("native" if compiles else "for CPUs")
+
+
+def compiled_random_sample(logits: Any) -> Any:
+    raise AssertionError("this is as up to 0.31")
 
 
 def test_an_adapter_leaves_rows_of_the_base_alone(monkeypatch: pytest.MonkeyPatch) -> None:
