@@ -630,6 +630,26 @@ def test_formulas_and_tasks_are_drawn_and_prices_are_not(tab: Tab) -> None:
 
 
 @pytest.mark.lane("pages")
+def test_what_is_written_from_right_to_left_begins_at_the_right(tab: Tab) -> None:
+    """Where a paragraph begins, of its own text, whatever the page's direction."""
+    right = """(node) => {
+        const range = document.createRange();
+        range.selectNodeContents(node);
+        const text = range.getBoundingClientRect();
+        return node.getBoundingClientRect().right - text.right < 40 && text.width < 300;
+    }"""
+    text = "مرحبا بكم\n\n- واحد\n\nEnglish, too"
+    tab.choose("fast")
+    tab.setting("Max tokens").fill(str(len(text)))
+    tab.answer(text)
+    paragraphs = tab.answers.locator("p")
+    assert paragraphs.first.evaluate(right)
+    assert not paragraphs.last.evaluate(right)
+    expect(tab.answers.locator("ul")).to_have_css("direction", "rtl")
+    expect(tab.listed).to_have_css("direction", "rtl")  # its end is cut, not its begin
+
+
+@pytest.mark.lane("pages")
 def test_a_phone_has_a_drawer_and_hints_at_more_pages(open_tab: Callable[..., Tab]) -> None:
     tab = open_tab(viewport={"width": 390, "height": 844})
     tab.choose("fast")
@@ -638,6 +658,12 @@ def test_a_phone_has_a_drawer_and_hints_at_more_pages(open_tab: Callable[..., Ta
     tab.page.get_by_role("button", name="Conversations").click()
     expect(tab.listed).to_be_visible()
     assert serious(tab.page) == []
+    buttons = tab.page.locator("#sk-chat .bot-row .message-buttons button").first
+    covered = """(button) => {
+        const { left, top } = button.getBoundingClientRect();
+        return document.elementFromPoint(left + 8, top + 8).closest("#sk-kept") !== null;
+    }"""
+    poll("the drawer has come out", lambda: buttons.evaluate(covered))
     tab.page.keyboard.press("Escape")
     expect(tab.listed).not_to_be_visible()
     bar = tab.page.locator(".sk-bar nav")

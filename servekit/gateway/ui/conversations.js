@@ -212,6 +212,7 @@
     root().querySelector("ul").replaceChildren(...shown.map(({ id, title, at }) => {
       const item = document.createElement("li");
       const opens = makeButton("sk-open", title);
+      opens.dir = "auto";
       opens.title = `${title} · ${new Date(at).toLocaleString(root().lang)}`;
       if (id === current.id) opens.setAttribute("aria-current", "true");
       const more = makeButton("sk-more", "⋯");
