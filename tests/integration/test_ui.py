@@ -949,6 +949,33 @@ def test_any_gateway_leads_to_the_same_page(tmp_path: Path, browser: Browser) ->
 
 
 @pytest.mark.lane("pages")
+def test_a_model_that_goes_is_not_exchanged_unnoticed(tmp_path: Path, browser: Browser) -> None:
+    models = [echo("first"), echo("other")]
+    with (
+        away_while(Instance.up(tmp_path, models, server={"ui": True})) as changing,
+        contextlib.closing(browser.new_context()) as context,
+    ):
+        away(changing.until_settled)
+        away(lambda: changing.until_ui(within_s=60))
+        file = tmp_path / "servekit.yaml"
+        settings = json.loads(file.read_text())
+        tab = Tab(context, url_of(changing))
+        tab.choose("other")
+        tab.setting("Max tokens").fill("5")
+        file.write_text(json.dumps(settings | {"models": models[:1]}))
+        away(lambda: changing.signal(signal.SIGHUP))
+        expect(tab.page.locator("#sk-workers")).not_to_contain_text("other")
+        expect(tab.page.locator("#sk-model input")).to_have_value("other")
+        tab.ask("hello")
+        expect(tab.note).to_contain_text("The model 'other' is not served here")
+        file.write_text(json.dumps(settings))
+        away(lambda: changing.signal(signal.SIGHUP))
+        expect(tab.page.locator("#sk-workers")).to_contain_text("ready")
+        tab.page.get_by_role("button", name="Retry").click()
+        expect(tab.answers).to_have_text(["hello"])
+
+
+@pytest.mark.lane("pages")
 def test_ten_tabs_draw_and_a_third_may_ask_while_two_are_answered(
     browser: Browser, instance: Instance
 ) -> None:
@@ -969,6 +996,14 @@ def test_ten_tabs_draw_and_a_third_may_ask_while_two_are_answered(
         expect(tabs[2].answers.last).to_contain_text("connection left")
         expect(tabs[0].stop_button).to_be_visible()  # those are under way yet
         assert not [url for tab in tabs for url in tab.urls if "heartbeat" in url]
+
+
+@pytest.mark.lane("pages")
+def test_two_different_models_are_compared_at_first(tab: Tab) -> None:
+    tab.page.goto(f"{tab.base}/ui/compare")
+    models = [tab.page.get_by_label(f"Model {side}", exact=True) for side in "AB"]
+    expect(models[0]).to_have_value("talker")
+    expect(models[1]).to_have_value("narrow")
 
 
 def test_a_page_without_a_slash_is_led_to_it(instance: Instance) -> None:

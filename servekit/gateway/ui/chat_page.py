@@ -496,7 +496,8 @@ class Events:
         now = f"{html}{models}{sight}{servers}"
         if now == seen:
             return {parts.seen: gr.skip()}
-        choice = self._model(models, model, model)
+        # a model that is gone stays: it may come back, and no other is asked unnoticed
+        choice = gr.update(choices=models) if model else self._model(models, model, None)
         update = {parts.workers: html, parts.model: choice, parts.sight: sight, parts.seen: now}
         return update | self._offer_servers(caller)
 
