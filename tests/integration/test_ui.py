@@ -396,6 +396,30 @@ def test_conversations_are_listed_found_renamed_exported_and_deleted(tab: Tab) -
     expect(tab.listed).to_have_text(["Towers <b>"])
 
 
+@pytest.mark.lane("pages")
+def test_the_list_is_used_by_keyboard_and_searched_while_it_changes(tab: Tab) -> None:
+    tab.choose("fast")
+    tab.setting("Max tokens").fill("5")
+    tab.page.get_by_label("Search").fill("lantern")
+    tab.answer("A lantern")
+    expect(tab.listed).to_have_text(["A lantern"])
+    focused = tab.page.locator(":focus")
+    tab.page.locator(".sk-more").press("Enter")
+    title = tab.page.get_by_role("textbox", name="Title")
+    composing = "node => node.dispatchEvent(new KeyboardEvent('keydown', %s))"
+    title.evaluate(composing % "{key: 'Enter', bubbles: true, isComposing: true}")
+    expect(title).to_be_focused()  # that Enter chose a word of an input method
+    title.fill("Of lanterns")
+    title.press("Enter")
+    expect(tab.listed).to_have_text(["Of lanterns"])
+    expect(focused).to_have_attribute("aria-label", "Rename, export or delete “Of lanterns”")
+    focused.press("Enter")
+    tab.page.get_by_role("button", name="Delete…").press("Enter")
+    tab.page.get_by_role("button", name="Delete it").press("Enter")
+    expect(tab.listed).to_have_count(0)
+    expect(focused).to_have_attribute("type", "search")
+
+
 def test_two_tabs_keep_what_each_has_said(open_tab: Callable[..., Tab]) -> None:
     one = open_tab()
     one.choose("fast")

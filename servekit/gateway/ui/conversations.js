@@ -70,7 +70,7 @@
       complain(say("fork"));
     }
     list(made);
-    draw();
+    searchAgain();
     channel.postMessage(made.id);
   };
   const list = ({ id, title, turns, at }) => {
@@ -95,7 +95,7 @@
       if (asking) missed = id;
       else show(there ?? makeNew());
     }
-    draw();
+    searchAgain();
   };
 
   // ---- what is shown
@@ -240,6 +240,8 @@
     draw();
   };
 
+  const searchAgain = () => search(root().querySelector("input[type=search]").value);
+
   // ---- the dialog
   const ask = (id) => {
     const { title } = listed.get(id);
@@ -267,8 +269,9 @@
       all.put({ ...there, title });
       list({ ...there, title });
     });
-    draw();
+    await searchAgain();
     dialog().close();
+    find(`#sk-kept li[data-id="${dialog().dataset.id}"] .sk-more`)?.focus();
   };
   const remove = async () => {
     const { id } = dialog().dataset;
@@ -281,6 +284,7 @@
     dialog().close();
     if (id === current.id) show(makeNew());
     draw();
+    root().querySelector("input").focus(); // the button that had it is gone
   };
   const acts = {
     rename,
@@ -376,7 +380,7 @@
     if (target.matches?.(".sk-kept input[type=search]")) search(target.value);
   });
   document.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && event.target.matches?.(".sk-edit input")) rename();
+    if (event.key === "Enter" && !event.isComposing && event.target.matches?.(".sk-edit input")) rename();
     if (event.key !== "Escape" || !isOpen() || dialog().open) return;
     event.stopImmediatePropagation(); // chat.js would stop the answer
     openDrawer(false);
