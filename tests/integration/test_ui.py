@@ -530,6 +530,21 @@ def test_a_question_waits_for_all_that_is_to_be_shown_before(tab: Tab) -> None:
 
 
 @pytest.mark.lane("pages")
+def test_what_is_typed_before_the_server_has_the_question_stays(tab: Tab) -> None:
+    tab.choose("fast")
+    tab.setting("Max tokens").fill("5")
+    held: list[Route] = []
+    tab.page.route("**/queue/join*", lambda route: held.append(route))
+    tab.box.fill("first")
+    with tab.page.expect_request("**/queue/join*"):
+        tab.box.press("Enter")
+    tab.box.press_sequentially(" and more")
+    held[0].continue_()
+    expect(tab.answers).to_have_text(["first"])
+    expect(tab.box).to_have_value(" and more")
+
+
+@pytest.mark.lane("pages")
 def test_a_question_that_meets_one_of_another_tab_loses_neither(
     open_tab: Callable[..., Tab],
 ) -> None:

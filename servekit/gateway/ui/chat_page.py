@@ -85,7 +85,7 @@ OTHERS = {
     "operate": admin_page.build_admin_page,
 }
 #: Have conversations.js make what a question sends: the conversation, and the files of its images.
-SEND = "(text, _, ...more) => servekitChats.pack(true).then((all) => [text, all, ...more])"
+SEND = "(text, _, ...more) => servekitChats.pack(true, text).then((all) => [text, all, ...more])"
 SEND_AGAIN = "(_, ...more) => servekitChats.pack(false).then((all) => [all, ...more])"
 Update = dict[Any, Any]
 Choices = list[tuple[str, str]]

@@ -147,6 +147,11 @@
     const { id: given, turns, event: at, isShown } = JSON.parse(kept || "{}");
     due.delete(at);
     if (!due.size) waiting.splice(0).forEach((go) => go());
+    if (at === asked?.at) {
+      const { text } = asked;
+      asked = null;
+      setTimeout(() => writeOn(text), 0); // by then the field is cleared
+    }
     if (!given || deleted.has(given)) return;
     stale = at !== event;
     if (!isShown) keepTurns(given, turns);
@@ -173,8 +178,18 @@
     stale = false;
     missed = null;
   };
-  const pack = async (withPicked) => {
+  let asked = null; // the last question: { text, at }, with the number of its event
+  let typed = ""; // what the field has had since
+  /** Put back what was typed after a question: it leaves its field when the server has it. */
+  const writeOn = (text) => {
+    if (asked || typed === text) return; // the next one is on its way, or nothing was typed
+    const box = find("#sk-box textarea");
+    box.value = typed.startsWith(text) ? typed.slice(text.length) : typed;
+    box.dispatchEvent(new Event("input", { bubbles: true }));
+  };
+  const pack = async (withPicked, text) => {
     asking += 1;
+    typed = text ?? "";
     if (due.size) {
       // else the server would drop the answer when it shows the conversation later
       await new Promise((resolve) => {
@@ -184,6 +199,7 @@
       due.clear();
     }
     const [{ id, turns }, at] = [current, ++event]; // it may be left while the files are read
+    asked = withPicked ? { text: text ?? "", at } : null; // only that one is in the field
     return JSON.stringify({ id, event: at, ...(await servekitImages.pack(turns, withPicked)) });
   };
   const end = (kept) => {
@@ -378,6 +394,7 @@
   });
   document.addEventListener("input", ({ target }) => {
     if (target.matches?.(".sk-kept input[type=search]")) search(target.value);
+    if (target.matches?.("#sk-box textarea")) typed = target.value;
   });
   document.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && !event.isComposing && event.target.matches?.(".sk-edit input")) rename();
