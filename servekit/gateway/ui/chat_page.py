@@ -284,7 +284,7 @@ class Events:
             parts.chat.edit(self.edit, asking, shown, **again),
         ):
             for end in (asked.then, asked.failure):
-                end(None, parts.kept, None, js="(kept) => servekitChats.end(kept)", **NOW)
+                end(None, parts.kept, parts.box, js="(kept) => servekitChats.end(kept)", **NOW)
         undone = "() => [servekitChats.undo()]"
         parts.chat.undo(self.undo, parts.kept, shown, js=undone, **NOW)
         parts.kept.change(None, parts.kept, None, js="(kept) => servekitChats.keep(kept)", **NOW)
@@ -411,10 +411,7 @@ class Events:
 
     def _show(self, view: View) -> Update:
         parts, shown = self._parts, show_turns(view.turns, self._frame.say)
-        update: Update = {parts.chat: shown, parts.note: self._describe(view)}
-        if not view.busy:
-            update[parts.box] = _build_box(busy=False)
-        return update
+        return {parts.chat: shown, parts.note: self._describe(view)}
 
     def _describe(self, view: View) -> str:
         """Return the line beneath the conversation; with a button to retry what failed."""

@@ -206,6 +206,8 @@
     keep(kept); // its change may be told later
     asking -= 1;
     catchUp();
+    // not with the last words: Gradio drops what is sent before it has closed the event
+    return { __type__: "update", ...(asking ? {} : { submit_btn: true, stop_btn: false }) };
   };
   const undo = () => {
     servekitImages.undo(current.turns);
