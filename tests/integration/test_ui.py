@@ -396,6 +396,30 @@ def test_conversations_are_listed_found_renamed_exported_and_deleted(tab: Tab) -
     expect(tab.listed).to_have_text(["Towers <b>"])
 
 
+@pytest.mark.lane("pages")
+def test_the_list_is_used_by_keyboard_and_searched_while_it_changes(tab: Tab) -> None:
+    tab.choose("fast")
+    tab.setting("Max tokens").fill("5")
+    tab.page.get_by_label("Search").fill("lantern")
+    tab.answer("A lantern")
+    expect(tab.listed).to_have_text(["A lantern"])
+    focused = tab.page.locator(":focus")
+    tab.page.locator(".sk-more").press("Enter")
+    title = tab.page.get_by_role("textbox", name="Title")
+    composing = "node => node.dispatchEvent(new KeyboardEvent('keydown', %s))"
+    title.evaluate(composing % "{key: 'Enter', bubbles: true, isComposing: true}")
+    expect(title).to_be_focused()  # that Enter chose a word of an input method
+    title.fill("Of lanterns")
+    title.press("Enter")
+    expect(tab.listed).to_have_text(["Of lanterns"])
+    expect(focused).to_have_attribute("aria-label", "Rename, export or delete “Of lanterns”")
+    focused.press("Enter")
+    tab.page.get_by_role("button", name="Delete…").press("Enter")
+    tab.page.get_by_role("button", name="Delete it").press("Enter")
+    expect(tab.listed).to_have_count(0)
+    expect(focused).to_have_attribute("type", "search")
+
+
 def test_two_tabs_keep_what_each_has_said(open_tab: Callable[..., Tab]) -> None:
     one = open_tab()
     one.choose("fast")
@@ -503,6 +527,21 @@ def test_a_question_waits_for_all_that_is_to_be_shown_before(tab: Tab) -> None:
     held[0].continue_()
     expect(tab.answers).to_have_text(["other", "fifth"])
     tab.until_done()
+
+
+@pytest.mark.lane("pages")
+def test_what_is_typed_before_the_server_has_the_question_stays(tab: Tab) -> None:
+    tab.choose("fast")
+    tab.setting("Max tokens").fill("5")
+    held: list[Route] = []
+    tab.page.route("**/queue/join*", lambda route: held.append(route))
+    tab.box.fill("first")
+    with tab.page.expect_request("**/queue/join*"):
+        tab.box.press("Enter")
+    tab.box.press_sequentially(" and more")
+    held[0].continue_()
+    expect(tab.answers).to_have_text(["first"])
+    expect(tab.box).to_have_value(" and more")
 
 
 @pytest.mark.lane("pages")
@@ -630,6 +669,26 @@ def test_formulas_and_tasks_are_drawn_and_prices_are_not(tab: Tab) -> None:
 
 
 @pytest.mark.lane("pages")
+def test_what_is_written_from_right_to_left_begins_at_the_right(tab: Tab) -> None:
+    """Where a paragraph begins, of its own text, whatever the page's direction."""
+    right = """(node) => {
+        const range = document.createRange();
+        range.selectNodeContents(node);
+        const text = range.getBoundingClientRect();
+        return node.getBoundingClientRect().right - text.right < 40 && text.width < 300;
+    }"""
+    text = "مرحبا بكم\n\n- واحد\n\nEnglish, too"
+    tab.choose("fast")
+    tab.setting("Max tokens").fill(str(len(text)))
+    tab.answer(text)
+    paragraphs = tab.answers.locator("p")
+    assert paragraphs.first.evaluate(right)
+    assert not paragraphs.last.evaluate(right)
+    expect(tab.answers.locator("ul")).to_have_css("direction", "rtl")
+    expect(tab.listed).to_have_css("direction", "rtl")  # its end is cut, not its begin
+
+
+@pytest.mark.lane("pages")
 def test_a_phone_has_a_drawer_and_hints_at_more_pages(open_tab: Callable[..., Tab]) -> None:
     tab = open_tab(viewport={"width": 390, "height": 844})
     tab.choose("fast")
@@ -638,6 +697,12 @@ def test_a_phone_has_a_drawer_and_hints_at_more_pages(open_tab: Callable[..., Ta
     tab.page.get_by_role("button", name="Conversations").click()
     expect(tab.listed).to_be_visible()
     assert serious(tab.page) == []
+    buttons = tab.page.locator("#sk-chat .bot-row .message-buttons button").first
+    covered = """(button) => {
+        const { left, top } = button.getBoundingClientRect();
+        return document.elementFromPoint(left + 8, top + 8).closest("#sk-kept") !== null;
+    }"""
+    poll("the drawer has come out", lambda: buttons.evaluate(covered))
     tab.page.keyboard.press("Escape")
     expect(tab.listed).not_to_be_visible()
     bar = tab.page.locator(".sk-bar nav")
@@ -923,6 +988,33 @@ def test_any_gateway_leads_to_the_same_page(tmp_path: Path, browser: Browser) ->
 
 
 @pytest.mark.lane("pages")
+def test_a_model_that_goes_is_not_exchanged_unnoticed(tmp_path: Path, browser: Browser) -> None:
+    models = [echo("first"), echo("other")]
+    with (
+        away_while(Instance.up(tmp_path, models, server={"ui": True})) as changing,
+        contextlib.closing(browser.new_context()) as context,
+    ):
+        away(changing.until_settled)
+        away(lambda: changing.until_ui(within_s=60))
+        file = tmp_path / "servekit.yaml"
+        settings = json.loads(file.read_text())
+        tab = Tab(context, url_of(changing))
+        tab.choose("other")
+        tab.setting("Max tokens").fill("5")
+        file.write_text(json.dumps(settings | {"models": models[:1]}))
+        away(lambda: changing.signal(signal.SIGHUP))
+        expect(tab.page.locator("#sk-workers")).not_to_contain_text("other")
+        expect(tab.page.locator("#sk-model input")).to_have_value("other")
+        tab.ask("hello")
+        expect(tab.note).to_contain_text("The model 'other' is not served here")
+        file.write_text(json.dumps(settings))
+        away(lambda: changing.signal(signal.SIGHUP))
+        expect(tab.page.locator("#sk-workers")).to_contain_text("ready")
+        tab.page.get_by_role("button", name="Retry").click()
+        expect(tab.answers).to_have_text(["hello"])
+
+
+@pytest.mark.lane("pages")
 def test_ten_tabs_draw_and_a_third_may_ask_while_two_are_answered(
     browser: Browser, instance: Instance
 ) -> None:
@@ -943,6 +1035,14 @@ def test_ten_tabs_draw_and_a_third_may_ask_while_two_are_answered(
         expect(tabs[2].answers.last).to_contain_text("connection left")
         expect(tabs[0].stop_button).to_be_visible()  # those are under way yet
         assert not [url for tab in tabs for url in tab.urls if "heartbeat" in url]
+
+
+@pytest.mark.lane("pages")
+def test_two_different_models_are_compared_at_first(tab: Tab) -> None:
+    tab.page.goto(f"{tab.base}/ui/compare")
+    models = [tab.page.get_by_label(f"Model {side}", exact=True) for side in "AB"]
+    expect(models[0]).to_have_value("talker")
+    expect(models[1]).to_have_value("narrow")
 
 
 def test_a_page_without_a_slash_is_led_to_it(instance: Instance) -> None:

@@ -102,14 +102,14 @@ class Visitor:
         """Press a button, which may be marked as disabled."""
         self.page.get_by_role("button", name=name, exact=True).click(force=True)
 
-    def press_enabled(self, name: str) -> None:
+    def press_enabled(self, name: str, clicks: int = 1) -> None:
         """Press a button once the page has heard of what makes it possible.
 
         The supervisor tells a test earlier, and until then the press would be refused.
         """
         button = self.page.get_by_role("button", name=name, exact=True)
         expect(button).not_to_have_attribute("aria-disabled", "true", timeout=WITHIN_MS)
-        button.click(force=True)
+        button.click(force=True, click_count=clicks)
 
     def choose(self, label: str, model: str) -> None:
         field = self.page.get_by_role("combobox", name=label, exact=True).locator("visible=true")
@@ -378,9 +378,10 @@ def test_the_admins_key_loads_a_model_and_adds_an_adapter(
     page.press_enabled("Wake moving")
     poll("it is awake", lambda: tier(instance, "moving") == "resident", within_s=30)
     before = away(lambda: instance.replica("moving/0")).pid
-    page.press_enabled("Restart moving")
+    page.press_enabled("Restart moving", clicks=2)
     expect(page["#sk-told"]).to_contain_text("is being replaced", timeout=WITHIN_MS)
     poll("it has another worker", lambda: is_another(instance, before), within_s=30)
+    expect(page["#sk-told"]).to_contain_text("is being replaced")  # the second click is none
     page.press_enabled("Unload moving")
     poll("it is away", lambda: tier(instance, "moving") == "stopped", within_s=30)
     one = away(lambda: instance.replica("talker/1")).pid

@@ -40,6 +40,8 @@
       button.title = texts[key];
       button.setAttribute("aria-label", texts[key]);
     }
+    // their marks stand where their text begins
+    for (const list of document.querySelectorAll("#sk-chat .md :is(ul, ol):not([dir])")) list.dir = "auto";
     // within a paragraph where the items of the list have blank lines between them
     for (const box of document.querySelectorAll("#sk-chat li input:not([aria-label])")) {
       const words = box.closest("li").textContent.trim(); // none yet while it is written

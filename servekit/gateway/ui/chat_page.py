@@ -85,7 +85,7 @@ OTHERS = {
     "operate": admin_page.build_admin_page,
 }
 #: Have conversations.js make what a question sends: the conversation, and the files of its images.
-SEND = "(text, _, ...more) => servekitChats.pack(true).then((all) => [text, all, ...more])"
+SEND = "(text, _, ...more) => servekitChats.pack(true, text).then((all) => [text, all, ...more])"
 SEND_AGAIN = "(_, ...more) => servekitChats.pack(false).then((all) => [all, ...more])"
 Update = dict[Any, Any]
 Choices = list[tuple[str, str]]
@@ -284,7 +284,7 @@ class Events:
             parts.chat.edit(self.edit, asking, shown, **again),
         ):
             for end in (asked.then, asked.failure):
-                end(None, parts.kept, None, js="(kept) => servekitChats.end(kept)", **NOW)
+                end(None, parts.kept, parts.box, js="(kept) => servekitChats.end(kept)", **NOW)
         undone = "() => [servekitChats.undo()]"
         parts.chat.undo(self.undo, parts.kept, shown, js=undone, **NOW)
         parts.kept.change(None, parts.kept, None, js="(kept) => servekitChats.keep(kept)", **NOW)
@@ -411,10 +411,7 @@ class Events:
 
     def _show(self, view: View) -> Update:
         parts, shown = self._parts, show_turns(view.turns, self._frame.say)
-        update: Update = {parts.chat: shown, parts.note: self._describe(view)}
-        if not view.busy:
-            update[parts.box] = _build_box(busy=False)
-        return update
+        return {parts.chat: shown, parts.note: self._describe(view)}
 
     def _describe(self, view: View) -> str:
         """Return the line beneath the conversation; with a button to retry what failed."""
@@ -496,7 +493,8 @@ class Events:
         now = f"{html}{models}{sight}{servers}"
         if now == seen:
             return {parts.seen: gr.skip()}
-        choice = self._model(models, model, model)
+        # a model that is gone stays: it may come back, and no other is asked unnoticed
+        choice = gr.update(choices=models) if model else self._model(models, model, None)
         update = {parts.workers: html, parts.model: choice, parts.sight: sight, parts.seen: now}
         return update | self._offer_servers(caller)
 

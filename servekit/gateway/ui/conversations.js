@@ -70,7 +70,7 @@
       complain(say("fork"));
     }
     list(made);
-    draw();
+    searchAgain();
     channel.postMessage(made.id);
   };
   const list = ({ id, title, turns, at }) => {
@@ -95,7 +95,7 @@
       if (asking) missed = id;
       else show(there ?? makeNew());
     }
-    draw();
+    searchAgain();
   };
 
   // ---- what is shown
@@ -147,6 +147,11 @@
     const { id: given, turns, event: at, isShown } = JSON.parse(kept || "{}");
     due.delete(at);
     if (!due.size) waiting.splice(0).forEach((go) => go());
+    if (at === asked?.at) {
+      const { text } = asked;
+      asked = null;
+      setTimeout(() => writeOn(text), 0); // by then the field is cleared
+    }
     if (!given || deleted.has(given)) return;
     stale = at !== event;
     if (!isShown) keepTurns(given, turns);
@@ -173,8 +178,18 @@
     stale = false;
     missed = null;
   };
-  const pack = async (withPicked) => {
+  let asked = null; // the last question: { text, at }, with the number of its event
+  let typed = ""; // what the field has had since
+  /** Put back what was typed after a question: it leaves its field when the server has it. */
+  const writeOn = (text) => {
+    if (asked || typed === text) return; // the next one is on its way, or nothing was typed
+    const box = find("#sk-box textarea");
+    box.value = typed.startsWith(text) ? typed.slice(text.length) : typed;
+    box.dispatchEvent(new Event("input", { bubbles: true }));
+  };
+  const pack = async (withPicked, text) => {
     asking += 1;
+    typed = text ?? "";
     if (due.size) {
       // else the server would drop the answer when it shows the conversation later
       await new Promise((resolve) => {
@@ -184,12 +199,15 @@
       due.clear();
     }
     const [{ id, turns }, at] = [current, ++event]; // it may be left while the files are read
+    asked = withPicked ? { text: text ?? "", at } : null; // only that one is in the field
     return JSON.stringify({ id, event: at, ...(await servekitImages.pack(turns, withPicked)) });
   };
   const end = (kept) => {
     keep(kept); // its change may be told later
     asking -= 1;
     catchUp();
+    // not with the last words: Gradio drops what is sent before it has closed the event
+    return { __type__: "update", ...(asking ? {} : { submit_btn: true, stop_btn: false }) };
   };
   const undo = () => {
     servekitImages.undo(current.turns);
@@ -212,6 +230,7 @@
     root().querySelector("ul").replaceChildren(...shown.map(({ id, title, at }) => {
       const item = document.createElement("li");
       const opens = makeButton("sk-open", title);
+      opens.dir = "auto";
       opens.title = `${title} · ${new Date(at).toLocaleString(root().lang)}`;
       if (id === current.id) opens.setAttribute("aria-current", "true");
       const more = makeButton("sk-more", "⋯");
@@ -238,6 +257,8 @@
     found = words.length ? new Set((await getAll()).filter(has).map(({ id }) => id)) : null;
     draw();
   };
+
+  const searchAgain = () => search(root().querySelector("input[type=search]").value);
 
   // ---- the dialog
   const ask = (id) => {
@@ -266,8 +287,9 @@
       all.put({ ...there, title });
       list({ ...there, title });
     });
-    draw();
+    await searchAgain();
     dialog().close();
+    find(`#sk-kept li[data-id="${dialog().dataset.id}"] .sk-more`)?.focus();
   };
   const remove = async () => {
     const { id } = dialog().dataset;
@@ -280,6 +302,7 @@
     dialog().close();
     if (id === current.id) show(makeNew());
     draw();
+    root().querySelector("input").focus(); // the button that had it is gone
   };
   const acts = {
     rename,
@@ -373,9 +396,10 @@
   });
   document.addEventListener("input", ({ target }) => {
     if (target.matches?.(".sk-kept input[type=search]")) search(target.value);
+    if (target.matches?.("#sk-box textarea")) typed = target.value;
   });
   document.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && event.target.matches?.(".sk-edit input")) rename();
+    if (event.key === "Enter" && !event.isComposing && event.target.matches?.(".sk-edit input")) rename();
     if (event.key !== "Escape" || !isOpen() || dialog().open) return;
     event.stopImmediatePropagation(); // chat.js would stop the answer
     openDrawer(false);

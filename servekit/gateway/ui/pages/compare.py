@@ -55,9 +55,9 @@ def build_compare_page(frame: Frame, blocks: gr.Blocks) -> None:
                 stop = gr.Button(say("stop"), elem_id="sk-stop")
         panes = []
         with gr.Row(elem_classes="sk-sides"):
-            for side in SIDES:
+            for at, side in enumerate(SIDES):
                 with gr.Column(elem_classes="sk-card sk-pane", elem_id=f"sk-side-{side}"):
-                    model = frame.model(say("model.at", side=side.upper()))
+                    model = frame.model(say("model.at", side=side.upper()), at=at)
                     text = gr.HTML("", elem_classes="sk-answer", elem_id=f"sk-answer-{side}")
                     note = gr.HTML("", elem_id=f"sk-note-{side}")
                 panes.append((model, text, note))

@@ -101,13 +101,13 @@ class Frame:
 
     # ---- models
 
-    def model(self, label: str, task: str = "generate", **more: Any) -> gr.Dropdown:
-        """Return a choice of the models and adapters that serve `task`.
+    def model(self, label: str, task: str = "generate", at: int = 0, **more: Any) -> gr.Dropdown:
+        """Return a choice of the models and adapters that serve `task`, at first of that one.
 
         The page is built once for all visitors; the choices are filled in as each visitor loads it.
         """
         found = [] if self.router.access.closed else list_choices(self.router, self.say, task=task)
-        value = found[0][1] if found else None
+        value = found[min(at, len(found) - 1)][1] if found else None
         return gr.Dropdown(found, value=value, label=label, allow_custom_value=True, **more)
 
     def may_see(self, caller: ApiKey | None, model: str) -> bool:

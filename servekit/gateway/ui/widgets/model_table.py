@@ -21,11 +21,13 @@ Act = Literal["load", "unload", "sleep", "wake", "restart"]
 ACTS: tuple[Act, ...] = ("load", "unload", "sleep", "wake", "restart")
 _COLUMNS = ("model", "state", "now", "device", "memory", "actions")
 _MARKS = {"resident": "good", "failed": "bad", "stopped": "off", "asleep": "off"}
-#: Passes a press on a button of the table on to the page's event `click`.
+#: Passes a press on a button of the table on to the page's event `click`. The second press of a
+#: double click would be refused, as the first is being carried out.
 ON_LOAD = (
     "element.addEventListener('click', (event) => {"
     "const button = event.target.closest('[data-act]');"
-    "if (button) trigger('click', { act: button.dataset.act, name: button.dataset.name }); });"
+    "if (button && event.detail < 2) "
+    "trigger('click', { act: button.dataset.act, name: button.dataset.name }); });"
 )
 
 
