@@ -3,7 +3,7 @@
 --seed 1        of the first run; each later run has the next one
 --runs 1        instances, one after another
 --steps 60      acts of the operator in each
---clients 6     that stream completions all the while
+--clients 6     that stream completions, or have responses made in the background, all the while
 --keep          stay, and print the folder, when something was wrong
 
 The operator edits the file and reloads it, twice at once or in the middle of a change; loads,
@@ -25,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from typing import Any
 import httpx
 
 from tests.integration.instance import Instance, echo
+from tests.polling import poll
 
 #: In the file from the beginning to the end.
 STABLE = ("a", "b")
@@ -138,10 +139,47 @@ def ask(world: World, url: str, rng: random.Random) -> None:
     world.asked.append(asked)
 
 
+def ask_later(world: World, url: str, rng: random.Random) -> None:
+    """Have a response made in the background, and read it once it is done."""
+    name = rng.choice([*STABLE, *world.models])
+    prompt = "".join(rng.choices("abcdefgh ", k=rng.randint(3, 30))) + "."
+    tokens = rng.choice([5, 60])
+    asked = Asked(name, time.monotonic())
+    body = {"model": name, "input": prompt, "max_output_tokens": tokens, "background": True}
+    try:
+        answer = httpx.post(f"{url}/v1/responses", json=body, timeout=60)
+    except httpx.TransportError:
+        return  # whether it was taken is not known
+    if answer.status_code == 200:
+        found = wait_for_response(url, answer.json()["id"])
+        output = found.get("output", ())
+        texts = [part["text"] for one in output for part in one["content"]]
+        if texts != [(prompt * tokens)[:tokens]]:
+            asked.problem = f"in the background: {texts or found}"
+    else:
+        asked.problem = f"{answer.status_code} {answer.text[:300]}"
+    asked.ended = time.monotonic()
+    world.asked.append(asked)
+
+
+def wait_for_response(url: str, id: str) -> dict[str, Any]:
+    def find() -> dict[str, Any]:
+        with contextlib.suppress(httpx.TransportError):
+            found: dict[str, Any] = httpx.get(f"{url}/v1/responses/{id}", timeout=60).json()
+            if found.get("status") not in ("queued", "in_progress"):
+                return found
+        return {}
+
+    try:
+        return poll("the response is there", find, 120)
+    except AssertionError:
+        return {"status": "not done after 120 s", "error": None, "output": []}
+
+
 def run_client(world: World, url: str, seed: int) -> None:
     rng = random.Random(seed)
     while not world.over.is_set():
-        ask(world, url, rng)
+        rng.choices([ask, ask_later], [5, 1])[0](world, url, rng)
         world.over.wait(rng.choice([0, 0, 0.05, 0.3]))
 
 
@@ -153,7 +191,7 @@ def make_model(world: World, name: str) -> dict[str, Any]:
     model = echo(name, step_s=rng.choice([0, 0.01]), load_s=rng.choice([0, 0.3, 1.0]))
     model |= {"replicas": rng.choice([1, 2]), "stall_timeout_s": 2, "adapters": []}
     if rng.random() < 0.5:
-        model |= {"load": "on_demand", "memory": rng.choice(["20%", "40%", "60%"]), "replicas": 1}
+        model |= {"load": "on_demand", "memory": rng.choice(["15%", "30%", "45%"]), "replicas": 1}
         if rng.random() < 0.5:
             model["idle_unload_s"] = 1.0
         if rng.random() < 0.3:
@@ -338,7 +376,7 @@ def run(seed: int, steps: int, clients: int, folder: Path) -> list[str]:
         {**echo(name, step_s=0.01), "replicas": 2, "adapters": [], "stall_timeout_s": 2}
         for name in STABLE
     ]
-    server = {"gateways": 2}
+    server = {"gateways": 2, "store_responses": {}}
     with Instance.up(folder, start, server=server) as instance:
         instance.until_settled()
         file = json.loads((folder / "servekit.yaml").read_text())
@@ -366,11 +404,14 @@ def run(seed: int, steps: int, clients: int, folder: Path) -> list[str]:
         if unsettled := find_unsettled(world):
             wrong.append(f"not settled: {unsettled}")
         for name in world.names():
-            last = Asked(name, time.monotonic())
             body = {"model": name, "prompt": "end", "max_tokens": 3}
-            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
-            if answer.status_code != 200:
-                wrong.append(f"at the end {last.model}: {answer.text[:300]}")
+            try:
+                answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+                said = "" if answer.status_code == 200 else answer.text[:300]
+            except httpx.TransportError as error:
+                said = repr(error)
+            if said:
+                wrong.append(f"at the end {name}: {said}")
         world.over.set()
         for thread in threads:
             thread.join()
@@ -387,7 +428,7 @@ def run(seed: int, steps: int, clients: int, folder: Path) -> list[str]:
         return wrong
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -396,7 +437,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--keep", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     failed = 0
     for seed in range(args.seed, args.seed + args.runs):
         folder = Path(tempfile.mkdtemp(prefix="operations-"))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.fuzz import operations
 from tests.fuzz.__main__ import GROWTH, STEADY, main
 from tests.fuzz.media import __main__ as media
 from tests.fuzz.media.traces import is_strange
@@ -81,3 +82,9 @@ def test_memory_that_grows_with_each_request_is_told_from_that_of_a_peak(
 def test_memory_that_was_hardly_seen_is_no_measure() -> None:
     found = Usage("gateway/0", 1, 1 / 6, rss_bytes=[(0.0, 64 * MIB), (1.0, 64 * MIB)])
     assert not found.seen
+
+
+@pytest.mark.lane("fuzz")
+@pytest.mark.timeout(400)
+def test_an_operator_may_do_anything_at_any_time() -> None:
+    assert operations.main(["--steps", "25", "--seed", "1"]) == 0
