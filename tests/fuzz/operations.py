@@ -385,7 +385,7 @@ def run(seed: int, steps: int, clients: int, folder: Path) -> list[str]:
             world.absent_since[name] = 0.0
         url = instance.url
         threads = [
-            threading.Thread(target=run_client, args=(world, url, seed * 1000 + at))
+            threading.Thread(target=run_client, args=(world, url, seed * 1000 + at), daemon=True)
             for at in range(clients)
         ]
         for thread in threads:

@@ -14,6 +14,7 @@ from servekit.config.engines.options import KINDS
 from servekit.engines.vllm.requests import DONE
 
 pytestmark = [
+    pytest.mark.lane("vllm"),
     pytest.mark.timeout(300),  # vLLM is imported
     pytest.mark.skipif(
         not (is_there("vllm") and KINDS["vllm"].is_for_cpus), reason="no vLLM built for CPUs"
