@@ -339,7 +339,9 @@ def find_wrong(world: World) -> Iterator[str]:
             deaths = world.deaths_during(asked)
             if len(deaths) >= 2 and "quarantine" in asked.problem:
                 continue
-            if asked.is_cut and any(name.startswith("gateway") for name in deaths):
+            of_gateway = any(name.startswith("gateway") for name in deaths)
+            # the next one does not know that a version which loads follows another that served
+            if of_gateway and (asked.is_cut or "is not ready yet" in asked.problem):
                 continue
             when = f"{asked.began:.2f} to {asked.ended:.2f}"
             yield f"{asked.model} at {when}, deaths of {deaths}: {asked.problem}"

@@ -358,6 +358,16 @@ async def test_what_is_not_served_is_404_or_503(service: Service) -> None:
         service.router.queue_call(InflightRequest("other", SamplingParams(), prompt="x"))
 
 
+async def test_a_new_gateway_waits_for_a_model_that_has_served_before(service: Service) -> None:
+    worker = await service.worker()
+    service.tell(worker.status("loading"))
+    status = service.router.routes["m"].status
+    service.router.apply_topology(Topology((replace(status, info=worker.runner.info),)))
+    call = service.router.queue_call(ask())
+    service.tell(worker.status())
+    assert (await answer(call)).startswith("hello hello")
+
+
 def two_models(*rules: KeyRule, default: str = "") -> Topology:
     models = tuple(ModelStatus(name, "echo", "-", 0, (), aliases=(name * 2,)) for name in "ab")
     return Topology(models, access=AccessRules(keys=rules, default_model=default))
