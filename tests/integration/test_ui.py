@@ -266,6 +266,7 @@ def test_a_reload_keeps_conversation_and_settings_and_a_new_chat_clears(tab: Tab
     tab.ask("Second question")
     tab.until_done()
     expect(tab.answers.nth(1)).to_have_text("Second quest")
+    tab.until_done()
     tab.page.reload()
     expect(tab.answers).to_have_count(2)
     expect(tab.page.locator("#sk-model input")).to_have_value("fast")

@@ -8,6 +8,7 @@
   const { settle, run, readDataUri, makeId } = servekitStore;
   const HERE = "servekit.conversation"; // in sessionStorage: the one of this tab
   const SHOWN_WITHIN_MS = 5000; // a server that is gone shows nothing
+  const SAVED_WITHIN_MS = 1000; // until then the field shows that the answer is not kept yet
   const listed = new Map(); // id to { id, title, at }
   const numbers = new Map(); // id to the number of the last save that this tab has seen
   const beside = new Map(); // id to the id that this tab saves it under
@@ -202,10 +203,11 @@
     asked = withPicked ? { text: text ?? "", at } : null; // only that one is in the field
     return JSON.stringify({ id, event: at, ...(await servekitImages.pack(turns, withPicked)) });
   };
-  const end = (kept) => {
+  const end = async (kept) => {
     keep(kept); // its change may be told later
     asking -= 1;
     catchUp();
+    await Promise.race([last, new Promise((resolve) => setTimeout(resolve, SAVED_WITHIN_MS))]);
     // not with the last words: Gradio drops what is sent before it has closed the event
     return { __type__: "update", ...(asking ? {} : { submit_btn: true, stop_btn: false }) };
   };
