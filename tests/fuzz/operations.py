@@ -396,7 +396,7 @@ def run(seed: int, steps: int, clients: int, folder: Path) -> list[str]:
         try:
             for _ in range(steps):
                 world.acts.append(f"{time.monotonic():.2f} {rng.choice(ACTS)(world)}")
-                time.sleep(rng.choice([0, 0.1, 0.5, 1.5]))
+                time.sleep(rng.choice([0, 0.1, 0.5, 1.5]))  # an operator's pause is what is tried
         except AssertionError as error:
             wrong.append(str(error))
         with contextlib.suppress(AssertionError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from servekit.engines.api.base import Job, StepOutput
 from servekit.engines.transformers.engine import TransformersEngine
 from servekit.protocol.messages import (
     ChatMessage,
+    Grammar,
     ModelInfo,
     Progress,
     SamplingParams,
@@ -271,6 +273,22 @@ def assert_alive(harness: Harness) -> None:
     """The loop lives on and serves the next request."""
     assert len(harness.generate(PROMPTS[1], max_tokens=3, ignore_eos=True)) == 3
     assert harness.engine.fatal is None
+
+
+def assert_dead_end_is_its_own(harness: Harness, max_tokens: int) -> int:
+    """A grammar that grows too complex on its way fails its request, not the others; its job."""
+    many = {"type": "object", "properties": {f"k{n}": {"type": "null"} for n in range(2600)}}
+    late = {"late": {"const": "x" * 60}, "inside": many}
+    schema = {"type": "object", "properties": late, "required": [*late]}
+    grammar = Grammar("json_schema", json.dumps(schema | {"additionalProperties": False}))
+    beside = harness.submit(PROMPTS[0], max_tokens=20, ignore_eos=True)
+    job = harness.submit(PROMPTS[0], grammar=grammar, max_tokens=max_tokens)
+    harness.until(lambda: harness.ended(job), "it has ended")
+    last = harness.outputs[job][-1]
+    assert last.error == "The JSON schema cannot be followed: it is too complex."
+    assert last.param == "response_format"
+    assert len(harness.tokens(beside)) == 20
+    return job
 
 
 class Seeing(Harness):

@@ -32,7 +32,14 @@ from servekit.engines.vllm.probes import Probes
 from servekit.errors import LoadError, RequestError
 from servekit.protocol.adapters import AdapterSpec
 from servekit.protocol.messages import Grammar, WorkerSpec
-from tests.unit.engines.harness import PROMPTS, Harness, make_spec, reference, write_tiny_llama
+from tests.unit.engines.harness import (
+    PROMPTS,
+    Harness,
+    assert_dead_end_is_its_own,
+    make_spec,
+    reference,
+    write_tiny_llama,
+)
 from tests.unit.engines.transformers.pooling_models import test_logit_score as causal
 from tests.unit.engines.transformers.pooling_models import test_pooling as pooling
 
@@ -265,17 +272,7 @@ def test_an_object_of_a_thousand_members_is_followed(engine: Harness) -> None:
 
 
 def test_a_grammar_that_grows_too_complex_fails_its_own_request(engine: Harness) -> None:
-    many = {"type": "object", "properties": {f"k{n}": {"type": "null"} for n in range(2600)}}
-    late = {"late": {"const": "x" * 60}, "inside": many}
-    schema = {"type": "object", "properties": late, "required": [*late]}
-    grammar = Grammar("json_schema", json.dumps(schema | {"additionalProperties": False}))
-    beside = engine.submit(PROMPTS[0], max_tokens=20, ignore_eos=True)
-    job = engine.submit(PROMPTS[0], grammar=grammar, max_tokens=400)
-    engine.until(lambda: engine.ended(job), "it has ended")
-    last = engine.outputs[job][-1]
-    assert last.error == "The JSON schema cannot be followed: it is too complex."
-    assert last.param == "response_format"
-    assert len(engine.tokens(beside)) == 20
+    assert_dead_end_is_its_own(engine, max_tokens=400)
     assert not engine.engine._followed
 
 

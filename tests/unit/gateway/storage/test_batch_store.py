@@ -55,6 +55,13 @@ def batch(id: str = "batch_1", status: str = "validating") -> Batch:
     return Batch(id, "", time.time(), time.time() + 60, status, record, 0, 0, 0, 0)
 
 
+async def run_to_its_last_line(store: BatchStore) -> None:
+    await store.add_batch(batch(), RULES)
+    await store.claim_batches()
+    await store.begin(batch(), 1, [])
+    await store.save_result("batch_1", 1, good=True, result=b"first")
+
+
 async def test_the_newest_batches_of_a_key_are_kept_and_those_that_run(
     make_store: Callable[[], BatchStore],
 ) -> None:
@@ -165,10 +172,7 @@ async def test_a_lease_is_renewed_while_a_large_output_is_written(
 ) -> None:
     """Two gateways would else take the batch from each other, and write it again, for ever."""
     one, other = make_store(), make_store()
-    await one.add_batch(batch(), RULES)
-    await one.claim_batches()
-    await one.begin(batch(), 1, [])
-    await one.save_result("batch_1", 1, good=True, result=b"first")
+    await run_to_its_last_line(one)
     writes, may_end = threading.Event(), threading.Event()
 
     def sync_slowly(_: int) -> None:
@@ -193,10 +197,7 @@ async def test_what_was_written_for_a_batch_of_another_gateway_is_removed(
     make_store: Callable[[], BatchStore], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     one, other = make_store(), make_store()
-    await one.add_batch(batch(), RULES)
-    await one.claim_batches()
-    await one.begin(batch(), 1, [])
-    await one.save_result("batch_1", 1, good=True, result=b"first")
+    await run_to_its_last_line(one)
     sync, synced = os.fsync, threading.Event()
 
     def lose_lease(file: int) -> None:
