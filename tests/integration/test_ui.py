@@ -531,6 +531,40 @@ def test_a_question_waits_for_all_that_is_to_be_shown_before(tab: Tab) -> None:
 
 
 @pytest.mark.lane("pages")
+def test_a_late_stop_does_not_stop_the_next_answer(tab: Tab, instance: Instance) -> None:
+    tab.choose("talker")
+    tab.ask(LONG)
+    _grown(tab, 20)
+    held: list[Route] = []
+    tab.page.route("**/run/predict*", lambda route: hold_stop(route, held))
+    with tab.page.expect_request(is_stop):
+        tab.stop_button.click()
+    tab.page.locator("#sk-new").click()
+    expect(tab.questions).to_have_count(0)
+    tab.ask(LONG)
+    before = _grown(tab, 20)
+    with tab.page.expect_response(lambda answer: is_stop(answer.request)):
+        held[0].continue_()
+    _grown(tab, before + 20)
+    tab.stop_button.click()
+    tab.until_done()
+    until_running(instance, "talker", 0, 10)
+
+
+def is_stop(request: Request) -> bool:
+    """Whether a request has the number of a question as its only value."""
+    data = json.loads(request.post_data or "{}").get("data")
+    return data is not None and len(data) == 1 and str(data[0]).isdecimal()
+
+
+def hold_stop(route: Route, held: list[Route]) -> None:
+    if is_stop(route.request) and not held:
+        held.append(route)
+    else:
+        route.continue_()
+
+
+@pytest.mark.lane("pages")
 def test_what_is_typed_before_the_server_has_the_question_stays(tab: Tab) -> None:
     tab.choose("fast")
     tab.setting("Max tokens").fill("5")
@@ -570,6 +604,31 @@ def test_a_question_that_meets_one_of_another_tab_loses_neither(
     one.page.reload()
     expect(one.questions).to_have_text(["first", "third"])
     expect(one.listed).to_have_count(2)
+
+
+@pytest.mark.lane("pages")
+def test_a_conversation_that_is_deleted_meanwhile_does_not_come_back(
+    open_tab: Callable[..., Tab],
+) -> None:
+    one = open_tab()
+    one.choose("talker")
+    one.ask(LONG)
+    _grown(one, 20)
+    other = open_tab(one.page.context)
+    expect(other.listed).to_have_count(1)
+    other.page.locator(".sk-more").click()
+    other.page.get_by_role("button", name="Delete…").click()
+    other.page.get_by_role("button", name="Delete it").click()
+    expect(other.listed).to_have_count(0)
+    expect(one.listed).to_have_count(0)
+    one.stop_button.click()
+    one.until_done()
+    expect(one.questions).to_have_count(0)
+    expect(one.listed).to_have_count(0)
+    one.choose("fast")
+    one.setting("Max tokens").fill("5")
+    one.answer("first")
+    expect(other.listed).to_have_text(["first"])
 
 
 @pytest.mark.lane("pages")

@@ -289,7 +289,8 @@ class Events:
         parts.chat.undo(self.undo, parts.kept, shown, js=undone, **NOW)
         parts.kept.change(None, parts.kept, None, js="(kept) => servekitChats.keep(kept)", **NOW)
         parts.model.change(self.look, parts.model, [parts.sight, parts.workers], **NOW)
-        parts.box.stop(self.stop_answer, None, None, **NOW)
+        stopped = "() => [servekitChats.getAsked()]"
+        parts.box.stop(self.stop_answer, parts.decision, None, js=stopped, **NOW)
         decided = "() => [servekitDecision()]"
         parts.decide.click(self.decide_call, parts.decision, None, js=decided, **NOW)
         kept_ticks = {"js": "(servers) => [servers]", **NOW}
@@ -392,8 +393,9 @@ class Events:
         yield {parts.chat: shown, parts.box: box, parts.kept: kept}
         opens = self._open_offer(request, servers) if servers else None
         views = self._chats.answer_turn(
-            who, model or "", turns, settings, conversation.files, opens, conversation.id
-        )
+            who, model or "", turns, settings, conversation.files, opens, conversation.id,
+            conversation.event,
+        )  # fmt: skip
         async with aclosing(views):
             async for view in views:
                 if view.save:
@@ -456,8 +458,10 @@ class Events:
 
     # ---- ending
 
-    async def stop_answer(self, request: gr.Request) -> None:
-        self._chats.stop_answer(str(request.session_hash))
+    async def stop_answer(self, request: gr.Request, event: str) -> None:
+        """End the answer to the question of this event; it may have ended by now."""
+        if event.isdecimal():
+            self._chats.stop_answer(str(request.session_hash), int(event))
 
     async def leave(self, request: gr.Request) -> None:
         self._chats.drop_answer(str(request.session_hash))

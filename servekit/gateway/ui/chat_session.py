@@ -64,10 +64,14 @@ class View:
 
 
 class Answer:
-    """An answer under way: the turns so far, and what it waits for."""
+    """An answer under way: the turns so far, and what it waits for.
 
-    def __init__(self, turns: list[StoredMessage]) -> None:
+    `event` is the number of its question's event, by the page's count.
+    """
+
+    def __init__(self, turns: list[StoredMessage], event: int) -> None:
         self.turns = turns
+        self.event = event
         self.progress = Progress()
         self.stopped = self.dropped = False
         self.allowed: Tools = frozenset()
@@ -120,6 +124,7 @@ class Chats:
         files: Mapping[str, str] | None = None,
         open_offer: OpenOffer | None = None,
         conversation: str = "",
+        event: int = 0,
     ) -> AsyncGenerator[View, None]:
         """Answer the last turn; when stopped, end with the text so far.
 
@@ -132,7 +137,7 @@ class Chats:
         """
         session = visit.session
         self.drop_answer(session)
-        answer = self._answers[session] = Answer(list(turns))
+        answer = self._answers[session] = Answer(list(turns), event)
         kept = self._allowed.get(session)
         answer.allowed = kept[1] if kept and kept[0] == conversation else frozenset()
         make = partial(self._make_options, model, settings, files or {})
@@ -189,9 +194,10 @@ class Chats:
         if answer.decision is not None and not answer.decision.done():
             answer.decision.set_result(decision)
 
-    def stop_answer(self, session: str) -> None:
-        """End the session's answer, and keep its text so far."""
-        if answer := self._answers.get(session):
+    def stop_answer(self, session: str, event: int = 0) -> None:
+        """End the answer to this question, and keep its text so far; a later one goes on."""
+        answer = self._answers.get(session)
+        if answer is not None and answer.event == event:
             answer.stopped = True
             answer.cancel()
             self._runs.stop_runs(session)

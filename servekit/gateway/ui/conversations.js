@@ -3,7 +3,8 @@
 // number, and a tab that has not seen the last one saves beside it. `start`, `take`, `begin`, `keep`,
 // `pack`, `undo` and `end` are called by events of chat_page.py, with conversations as JSON. What comes
 // back has the number of its event: on a slow line, an answer that was left may come after the
-// conversation that was opened then.
+// conversation that was opened then. A Stop has the number of its question (`getAsked`), for it may come
+// after the next question.
 (() => {
   const { settle, run, readDataUri, makeId } = servekitStore;
   const HERE = "servekit.conversation"; // in sessionStorage: the one of this tab
@@ -89,8 +90,13 @@
   const channel = new BroadcastChannel("servekit.conversations");
   channel.onmessage = async ({ data: id }) => {
     const there = await get(id);
-    if (there) list(there);
-    else listed.delete(id);
+    if (there) {
+      list(there);
+      deleted.delete(id);
+    } else {
+      listed.delete(id);
+      deleted.add(id); // an answer that is still coming here does not bring it back
+    }
     const isNews = (there?.number ?? 0) !== (numbers.get(id) ?? 0);
     if (id === current.id && isNews) {
       if (asking) missed = id;
@@ -112,6 +118,7 @@
   const due = new Set(["start"]); // what the server has not shown yet: by event, if it has one
   const waiting = []; // to be called when nothing is due
   let asking = 0; // questions that the server has not ended yet
+  let lastAsked = 0; // the number of the last one
   let stale = false; // whether the page shows what was left
   let missed = null; // the id of what has news of another tab
   const showAgain = () => {
@@ -200,6 +207,7 @@
       due.clear();
     }
     const [{ id, turns }, at] = [current, ++event]; // it may be left while the files are read
+    lastAsked = at;
     asked = withPicked ? { text: text ?? "", at } : null; // only that one is in the field
     return JSON.stringify({ id, event: at, ...(await servekitImages.pack(turns, withPicked)) });
   };
@@ -216,7 +224,8 @@
     due.add(++event);
     return JSON.stringify({ ...current, event });
   };
-  window.servekitChats = { start, take, begin, keep, pack, undo, end };
+  const getAsked = () => String(lastAsked);
+  window.servekitChats = { start, take, begin, keep, pack, undo, end, getAsked };
 
   // ---- the list
   const draw = () => {

@@ -28,12 +28,13 @@ def open_chats(service: Service) -> Chats:
     return Chats(service.router, Runs(service.router))
 
 
-async def views(chats: Chats, *, session: str = "s", tokens: int = 24) -> list[View]:
-    settings = Settings(max_tokens=tokens)
+async def views(
+    chats: Chats, *, session: str = "s", tokens: int = 24, event: int = 0
+) -> list[View]:
+    visit, settings = Visit(session, "ui"), Settings(max_tokens=tokens)
     async with asyncio.timeout(DEADLINE_S):
-        return [
-            view async for view in chats.answer_turn(Visit(session, "ui"), "m", asked(), settings)
-        ]
+        answer = chats.answer_turn(visit, "m", asked(), settings, event=event)
+        return [view async for view in answer]
 
 
 async def test_an_answer_grows_and_ends_saved_with_its_figures(service: Service) -> None:
@@ -71,6 +72,17 @@ async def test_stop_keeps_what_there_is_and_frees_the_engine(service: Service) -
     assert last.turns[1]["content"].startswith("hello hello")
     assert (last.save, last.busy, last.error) == (True, False, "")
     assert service.router.in_flight == 0
+
+
+async def test_a_late_stop_ends_no_later_answer(service: Service) -> None:
+    [worker] = await service.up(**ENDLESS)
+    chats = open_chats(service)
+    task = asyncio.create_task(views(chats, tokens=ENDLESS_TOKENS, event=2))
+    await until(lambda: len(worker.steps) > 20)
+    chats.stop_answer("s", 1)
+    assert worker.running == 1
+    chats.stop_answer("s", 2)
+    assert (await task)[-1].progress.finish == "cancelled"
 
 
 async def test_a_dropped_answer_says_no_more(service: Service) -> None:
