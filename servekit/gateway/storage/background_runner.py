@@ -31,7 +31,7 @@ from servekit.gateway.storage.background_store import (
     BackgroundStore,
     HeldResponse,
 )
-from servekit.gateway.storage.leases import LOOK_EVERY_S, LeaseRunner
+from servekit.gateway.storage.leases import LEASE_S, LOOK_EVERY_S, LeaseRunner
 from servekit.gateway.storage.response_store import StreamPart
 from servekit.gateway.storage.store_file import ResponsesUnavailable
 
@@ -75,7 +75,8 @@ class BackgroundRunner(LeaseRunner[HeldResponse]):
             await asyncio.sleep(LOOK_EVERY_S)
         except Exception:
             log.exception("background_interrupted", response=row.id)
-            await asyncio.sleep(LOOK_EVERY_S)
+            with contextlib.suppress(ResponsesUnavailable):  # others may go on meanwhile
+                await self._find().put_back(row.id, LEASE_S)
 
     async def _answer(self, response: BackgroundResponse) -> None:
         """Run a response, and store how it ended; one that is refused for now is put back."""

@@ -23,7 +23,7 @@ from servekit.gateway.routing.router import Router
 from servekit.gateway.storage import background_runner, background_store
 from servekit.gateway.storage.background_runner import BackgroundRunner
 from servekit.gateway.storage.background_store import BackgroundResponse, BackgroundStore
-from servekit.gateway.storage.leases import LOOK_EVERY_S
+from servekit.gateway.storage.leases import LEASE_S, LOOK_EVERY_S
 from servekit.gateway.storage.response_store import ResponseStore, StoredResponse, StreamPart
 from servekit.gateway.storage.store_file import ResponsesUnavailable
 from servekit.protocol.access import AccessRules, KeyRule, ResponseStorage, SpentBudget
@@ -282,7 +282,7 @@ async def test_a_fault_of_our_own_leaves_the_response_for_later(scene: Scene) ->
     await scene.add()
     await scene.run()  # the application has no answer
     assert (await scene.stored()).status == "in_progress"
-    assert scene.pauses == [LOOK_EVERY_S], "it is claimed again at once"
+    assert scene.store.put_back_s == [LEASE_S], "others may go on meanwhile"
     scene.answers = [ANSWER]
     await scene.run()
     assert (await scene.found())["status"] == "completed"
