@@ -149,6 +149,10 @@ REQUIRED = (
     # penalties and bad words that count tokens of another worker, in the first model runner
     Required("vllm.v1.sample.sampler:Sampler", ("apply_logits_processors",)),
     Required("vllm.v1.sample.rejection_sampler:RejectionSampler", ("apply_logits_processors",)),
+    Required(
+        "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",
+        ("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to"),
+    ),
     Required("vllm.v1.sample.metadata:SamplingMetadata", ("output_token_ids",)),
     Required("vllm.v1.worker.gpu_input_batch:InputBatch", ("req_ids",)),
     # and in the second one

@@ -105,6 +105,27 @@ def keep_seeds(sampler: Any) -> None:
         sampler.forward = sampler.forward_native
 
 
+def expand_to_drafts() -> None:
+    """Make the sampler of drafts on a CPU use each request's temperature, top-k and top-p.
+
+    vLLM's function for CPUs writes them into a copy, and leaves uninitialised memory.
+    """
+    from vllm.v1.sample import rejection_sampler
+
+    def expand_batch_to_tokens(
+        x: torch.Tensor,
+        cu_num_tokens: torch.Tensor,
+        num_tokens: int,
+        replace_from: int = 0,
+        replace_to: int = 0,
+    ) -> torch.Tensor:
+        lengths = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).long()
+        values = x.masked_fill(x == replace_from, replace_to)
+        return values.repeat_interleave(lengths, output_size=num_tokens)
+
+    rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+
+
 class Rank(Worker):  # type: ignore[misc] # untyped here: vLLM is not installed
     """vLLM's worker of one GPU, or of the CPU."""
 
@@ -166,6 +187,7 @@ class Rank(Worker):  # type: ignore[misc] # untyped here: vLLM is not installed
                     sampler.apply_logits_processors = whole
         if self._on_cpu:
             keep_seeds(self.model_runner.sampler.topk_topp_sampler)
+            expand_to_drafts()
         if self._on_cpu and self.vllm_config.lora_config is not None:
             runner = self.model_runner
             runner._get_prompt_logprobs_dict = self._one_prompt_at_a_time(

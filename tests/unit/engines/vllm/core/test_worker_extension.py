@@ -129,6 +129,31 @@ def compiled_random_sample(logits: Any) -> Any:
     raise AssertionError("this is as up to 0.31")
 
 
+def test_drafts_are_sampled_by_the_settings_of_their_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch
+    from vllm.v1.sample import rejection_sampler
+
+    from servekit.engines.vllm.core.worker_extension import expand_to_drafts
+
+    before = rejection_sampler.expand_batch_to_tokens
+    monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", before)
+    expand_to_drafts()
+    ends = torch.tensor([2, 2, 5], dtype=torch.int32)
+    greedy, logits = torch.tensor([0.0, 0.3, 0.5]), torch.arange(20.0).reshape(5, 4)
+    settings = SimpleNamespace(
+        all_greedy=False,
+        temperature=greedy,
+        top_k=torch.tensor([4, 1, 2], dtype=torch.int32),
+        top_p=torch.tensor([1.0, 0.1, 1.0]),
+    )
+    seen = rejection_sampler.apply_sampling_constraints(logits.clone(), ends, settings)
+    assert torch.equal(seen[:2], logits[:2])
+    assert torch.equal(seen[2:, 2:], logits[2:, 2:] / 0.5)
+    assert seen[2:, :2].isneginf().all()
+
+
 def test_an_adapter_leaves_rows_of_the_base_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their index is -1, which is that of the last slot in vLLM's functions for a CPU."""
     import torch
