@@ -61,6 +61,7 @@ class Deployment:
         self._threads: int | None = None
         self._next_index = 0
         self._outdated: frozenset[WorkerProcess] = frozenset()  # to be replaced by their like
+        self._fresh: list[WorkerProcess] = []  # those that the change under way has started
         self._heard = asyncio.Event()
         self._change: asyncio.Task[None] | None = None
         self.adapters = Adapters(model.name, list_adapters(model), self)
@@ -120,9 +121,11 @@ class Deployment:
 
     async def until_settled(self) -> str:
         """Wait for a change that is under way; return why it has failed, or ""."""
-        if self._change is not None:
+        while self._change is not None and self.changing:  # a reload may begin another
             await asyncio.wait((self._change,))
         await self._until(lambda: have_settled(self._living()))
+        if not self._living():
+            return "it was unloaded meanwhile"
         failed = any(replica.state == "failed" for replica in self._living())
         reasons = (replica.reason for replica in self._living() if replica.reason)
         return next(reasons, "its workers have failed") if failed or self.failed else ""
@@ -266,12 +269,17 @@ class Deployment:
     # ---- rolling update
 
     async def _converge(self, slots: Slots) -> None:
+        await self._change_replicas(slots)
+        self._outdated, self._fresh = frozenset(), []  # a change that is given up leaves them
+
+    async def _change_replicas(self, slots: Slots) -> None:
         kept, old = self._sorted()
-        self._outdated = frozenset()
         missing, surplus = match_slots(slots, kept)
         # a replica that has to move serves until its GPUs are needed
         old = keep_serving(old) + surplus
-        fresh, crowded = [], []
+        # what a change that was given up has started is waited for, too
+        self._fresh = [one for one in self._fresh if one in kept and one not in surplus]
+        fresh, crowded = self._fresh, []
         for slot in missing:
             if self._pool.has_room(self.model, slot):
                 fresh.append(self._add(self.model, slot))
@@ -293,8 +301,11 @@ class Deployment:
         return kept, [replica for replica in living if replica not in kept]
 
     async def _replace(self, fresh: list[WorkerProcess], old: list[WorkerProcess]) -> bool:
-        """Drain one of `old` for each ready replica of `fresh`; return False if none comes up."""
-        for done in range(1, len(fresh) + 1):
+        """Drain one of `old` for each replica of `fresh` that becomes ready.
+
+        Returns False if none comes up.
+        """
+        for done in range(count_ready(fresh) + 1, len(fresh) + 1):
             await self._until(functools.partial(have_enough, fresh, done))
             if count_ready(fresh) < done:
                 break
@@ -435,7 +446,8 @@ def keep_serving(old: Sequence[WorkerProcess]) -> list[WorkerProcess]:
 
 
 def count_ready(replicas: Sequence[WorkerProcess]) -> int:
-    return sum(replica.state == "ready" for replica in replicas)
+    """Return how many have come up; a model that nobody uses may be asleep by now."""
+    return sum(replica.state in ("ready", "asleep") for replica in replicas)
 
 
 def have_enough(replicas: Sequence[WorkerProcess], count: int) -> bool:
@@ -444,4 +456,4 @@ def have_enough(replicas: Sequence[WorkerProcess], count: int) -> bool:
 
 def have_settled(replicas: Sequence[WorkerProcess]) -> bool:
     """Return whether each replica has come up, failed or stopped."""
-    return all(replica.state in ("ready", "failed", "stopped") for replica in replicas)
+    return all(replica.state in ("ready", "asleep", "failed", "stopped") for replica in replicas)

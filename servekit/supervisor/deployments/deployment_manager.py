@@ -154,10 +154,10 @@ class DeploymentManager:
     async def _read(self, source: Source) -> Plan:
         """Return the plan of the configuration as it is now. Raises ConfigError."""
         held = {
-            deployment.model.name: [slot for slot in deployment.slots() if slot]
+            deployment.model.name: [slot for slot in deployment.planned if slot]
             for deployment in self.served
         }
-        counts = {deployment.model.name: len(deployment.slots()) for deployment in self.served}
+        counts = {deployment.model.name: len(deployment.planned) for deployment in self.served}
         await asyncio.to_thread(source.await_rest)
         plan = await asyncio.to_thread(source.plan, self.gpus, held, counts)
         if restart := reload.needs_restart(self.plan.config, plan.config):
@@ -194,7 +194,7 @@ class DeploymentManager:
             {deployment.model.name: deployment for deployment in self.served},
         )
         running = {
-            name: (deployment.model, deployment.slots()) for name, deployment in before.items()
+            name: (deployment.model, deployment.planned) for name, deployment in before.items()
         }
         changes = reload.diff(running, models, plan.places)
         claimed = names_of(plan.config)

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import pytest
 
@@ -105,6 +105,86 @@ async def test_it_is_rolled_back_at_the_event_that_the_new_version_has_failed(
     assert (old.ending, new.ending) == (False, True)
     assert deployment.model is old.model is VERSIONS[0]
     assert "serves on" in old.reason and "no such file" in old.reason
+
+
+async def begin(pool: WorkerPool, count: int = 1) -> tuple[Deployment, list[WorkerProcess]]:
+    """Return a deployment whose workers of the old version are ready."""
+    deployment = Deployment(VERSIONS[0], pool)
+    deployment.roll_out(VERSIONS[0], ((),) * count, 1)
+    await settle()
+    old = list(deployment.replicas)
+    for replica in old:
+        replica.change_state("serve")
+    await settle()
+    return deployment, old
+
+
+@pytest.mark.parametrize("event", ["serve", "fail"])
+async def test_a_change_goes_on_with_what_the_one_before_it_has_started(
+    pool: WorkerPool, event: Literal["serve", "fail"]
+) -> None:
+    deployment, old = await update(pool)
+    _, new = deployment.replicas
+    deployment.roll_out(config(load="on_start", path="new", max_queue=9), ((),), 1)
+    await settle()
+    assert (old.ending, new.ending) == (False, False), "nothing else serves yet"
+    new.change_state(event, "no such file")
+    await settle()
+    assert (old.ending, new.ending) == (event == "serve", event == "fail")
+    assert deployment.model is (new.model if event == "serve" else VERSIONS[0])
+
+
+async def test_a_change_goes_on_where_the_one_before_it_has_drained_some(pool: WorkerPool) -> None:
+    deployment, old = await begin(pool, 2)
+    deployment.roll_out(VERSIONS[1], ((), ()), 1)
+    await settle()
+    first, second = deployment.replicas[2:]
+    first.change_state("serve")
+    await settle()
+    assert [one.ending for one in old] == [True, False]
+    deployment.roll_out(VERSIONS[1], ((), ()), 1)
+    await settle()
+    assert [one.ending for one in old] == [True, False]
+    second.change_state("serve")
+    await settle()
+    assert [one.ending for one in deployment.replicas] == [True, True, False, False]
+
+
+async def test_a_change_goes_on_with_a_restart(pool: WorkerPool) -> None:
+    deployment, [old] = await begin(pool)
+    deployment.restart([old])
+    await settle()
+    _, new = deployment.replicas
+    waiting = asyncio.create_task(deployment.until_settled())
+    deployment.roll_out(config(load="on_start", path="old", max_queue=9), ((),), 1)
+    await settle()
+    assert not old.ending and not new.ending and not waiting.done()
+    new.change_state("serve")
+    assert await waiting == ""
+    assert (old.ending, new.ending) == (True, False)
+
+
+async def test_who_waits_for_a_restart_is_told_that_it_was_unloaded(pool: WorkerPool) -> None:
+    deployment, [old] = await begin(pool)
+    deployment.restart([old])
+    await settle()
+    waiting = asyncio.create_task(deployment.until_settled())
+    await settle()
+    deployment.unload()
+    assert await waiting == "it was unloaded meanwhile"
+
+
+async def test_one_that_has_fallen_asleep_has_come_up(pool: WorkerPool) -> None:
+    deployment, old = await begin(pool, 2)
+    deployment.roll_out(VERSIONS[1], ((), ()), 1)
+    await settle()
+    first, second = deployment.replicas[2:]
+    first.change_state("serve")
+    await settle()
+    first.change_state("sleep")
+    second.change_state("serve")
+    await settle()
+    assert all(one.ending for one in old) and not deployment.changing
 
 
 async def test_the_new_version_starts_at_the_event_that_the_old_one_has_left_its_gpu(

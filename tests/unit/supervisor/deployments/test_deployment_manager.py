@@ -199,6 +199,25 @@ async def test_an_unchanged_model_retries_its_failed_workers(scene: Scene) -> No
     assert retried == [True]
 
 
+@pytest.mark.parametrize("replicas", [1, {"min": 1, "max": 3}])
+async def test_a_model_that_changes_is_unchanged_to_the_next_reload(
+    scene: Scene, replicas: int | dict[str, int]
+) -> None:
+    manager = await scene.begin(echo("a", replicas=replicas))
+    [old] = manager.replicas()
+    old.change_state("serve")
+    scene.write([echo("a", replicas=replicas, options={"step_s": 0.1})])
+    assert await manager.reload_config() == Accepted("1 replica of a replaced")
+    await settle()
+    assert await manager.reload_config() == Accepted("nothing to change")
+    await settle()
+    _, new = manager.replicas()
+    assert (old.ending, new.ending) == (False, False)
+    new.change_state("serve")
+    await settle()
+    assert (old.ending, new.ending) == (True, False)
+
+
 async def test_new_keys_reach_the_workers_that_go_on(scene: Scene) -> None:
     manager = await scene.begin(echo("a", timeout_s=5.0))
     (worker,) = manager.replicas()
