@@ -250,7 +250,7 @@ class SwapManager:
         self.update()
         self._changed(row)
         name = row.deployment.model.name
-        while row.requested:
+        while row.requested and row.goal == HAS[request.want]:
             if why := self._find_obstacle(row):
                 row.drop_request()
                 return Refused(f"{name} cannot be {_DONE[request.want]}: {why}")
@@ -258,6 +258,9 @@ class SwapManager:
                 return Accepted(f"{name} is {tier_text(row.tier)}")
             await asyncio.sleep(_LOOK_EVERY_S)
             row.forget_met_request()
+        if row.goal != HAS[request.want]:
+            said = f"something else was asked for meanwhile, and it is {tier_text(row.tier)}"
+            return Refused(f"{name} cannot be {_DONE[request.want]}: {said}")
         return Accepted(f"{name} is {already}{_DONE[request.want]}")
 
     def _find_obstacle(self, row: ModelState) -> str:

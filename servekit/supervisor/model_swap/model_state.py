@@ -41,6 +41,7 @@ class ModelState:
         self.waiting = 0
         self.waiting_since: float | None = None
         self.requested: Literal["", "load", "unload", "sleep", "wake"] = ""  # an operator's request
+        self.goal: Residency | None = None  # of the last request; None: a profile overrules it
         self.sleepers: Sequence[WorkerProcess] = ()  # its workers, if we put them to sleep
         self.kept: Mapping[str, int] = {}  # bytes on its GPUs when it last slept
         self.restless = ""  # why it could not be put to sleep
@@ -147,6 +148,7 @@ class ModelState:
             return False
         if self._left_out_at is None:
             self._left_out_at, self.requested, self._held = now, "", False
+            self.goal = None
         idle = self.task is None and not self.waiting
         return self.deployment.wanted and idle and now - self._left_out_at >= _TOLD_S
 
@@ -170,6 +172,7 @@ class ModelState:
             tier = tier_text(self.tier)
             return f"{self.deployment.model.name} is {tier}, not asleep; `servekit load` loads it"
         self._touched, self.requested, self.restless = True, want, ""
+        self.goal = HAS[want]
         self._held = want == "unload" and self.deployment.model.load == "on_start"
         self._sleepless_until = -math.inf
         self._asked_at = now if want in ("load", "wake") else None

@@ -242,6 +242,35 @@ async def test_a_sleep_that_comes_to_nothing_is_told() -> None:
     assert answer.message.startswith("a cannot be asleep: a is failed; only a model that is loaded")
 
 
+async def test_who_waits_is_told_that_another_operator_wants_something_else() -> None:
+    a = deployment("a")
+    stage = Stage(a)
+    loading = asyncio.create_task(stage.reside("a", "load"))
+    await stage.until(a, "coming")
+    assert await stage.reside("a", "unload") == Accepted("a is stopped")
+    said = "something else was asked for meanwhile, and it is stopped"
+    assert await loading == Refused(f"a cannot be loaded: {said}")
+
+
+async def test_who_waits_is_told_that_a_profile_is_without_it() -> None:
+    a = deployment("a")
+    stage = Stage(a)
+    loading = asyncio.create_task(stage.reside("a", "load"))
+    await stage.until(a, "coming")
+    a.left_out = "evening"
+    answer = await loading
+    assert isinstance(answer, Refused) and "something else was asked for" in answer.message
+
+
+async def test_two_operators_may_want_the_same() -> None:
+    a = deployment("a")
+    stage = Stage(a)
+    loading = [asyncio.create_task(stage.reside("a", "load")) for _ in range(2)]
+    await stage.until(a, "coming")
+    a.have("ready")
+    assert await asyncio.gather(*loading) == [Accepted("a is loaded")] * 2
+
+
 async def test_without_waiting_it_is_told_what_has_begun() -> None:
     a = deployment("a")
     stage = Stage(a)
