@@ -113,12 +113,18 @@ class Scaler:
         )
 
     def _contested(self, deployment: Deployment) -> Iterator[tuple[str, WorkerProcess]]:
-        """Yield replicas of an on-demand model whose memory another model needs, and its name."""
+        """Yield replicas of an on-demand model whose memory another model needs, and its name.
+
+        None is given where one is ending already, which may be enough.
+        """
         if deployment.model.load != "on_demand":
             return
         wanted = self._swap_manager.waits_for(deployment)
+        for replica in deployment.replicas if wanted else ():
+            for at in _places(replica) if replica.ending else ():
+                wanted.pop(at, None)
         for replica in deployment.living if wanted else ():
-            for at in [gpu.uuid for gpu in replica.place.gpus] or [CPU]:
+            for at in _places(replica):
                 if at in wanted:
                     yield wanted[at], replica
 
@@ -204,6 +210,10 @@ def _waits(limits: Limits, facts: ScalingInput) -> str:
     if facts.coming:
         return ""
     return f"`max` is {limits.most}" if facts.living >= limits.most else "the last did not come up"
+
+
+def _places(replica: WorkerProcess) -> list[str]:
+    return [gpu.uuid for gpu in replica.place.gpus] or [CPU]
 
 
 def _has_failed(replica: WorkerProcess) -> bool:
