@@ -291,6 +291,9 @@ class Deployment:
             if not await self._make_room(slot, old, proven=bool(fresh)):
                 return
             fresh.append(self.replicas[-1])
+        if old and not await self._has_ready([one for one in kept if one not in surplus] + fresh):
+            self._take_back(fresh, old)
+            return
         for replica in old:
             self._finish(replica)
 
@@ -315,6 +318,11 @@ class Deployment:
             return True
         self._take_back(fresh, old)
         return False
+
+    async def _has_ready(self, staying: list[WorkerProcess]) -> bool:
+        """Wait until one of the replicas that stay is ready; return False if none comes up."""
+        await self._until(functools.partial(have_enough, staying, 1))
+        return bool(count_ready(staying)) or not staying
 
     async def _make_room(self, slot: Slot, old: list[WorkerProcess], *, proven: bool) -> bool:
         """Start a replica on GPUs that are still in use; return False if it was rolled back."""

@@ -52,13 +52,17 @@ VERSIONS = [config(load="on_start", path=path) for path in ("old", "new")]
 
 @pytest.fixture
 def pool(tmp_path: Path) -> WorkerPool:
+    return make_pool(tmp_path)
+
+
+def make_pool(folder: Path) -> WorkerPool:
     keys = SimpleNamespace(
         gpus=SimpleNamespace(reserve=None), server=SimpleNamespace(drain_timeout_s=1.0)
     )
     plan: Any = SimpleNamespace(
         gpus=(GPU,), config=keys, estimates={}, left_out_by=lambda model: ""
     )
-    host = Host(tmp_path / "run")
+    host = Host(folder / "run")
     host.publish_change = lambda: None  # type: ignore[method-assign]
     return WorkerPool(cast(Plan, plan), host, lambda worker: None)
 
