@@ -90,8 +90,19 @@ class Deployment:
                 replica.retry()
         self.circuit.reset()
         self.tend_fork_servers()
-        if self.wanted and not self.left_out:
+        if not self.wanted or self.left_out:
+            return
+        if stays or not self._changes_asleep(slots):
             self._begin(slots)
+        else:  # others may have its memory: the next request loads it
+            self.unload()
+
+    def _changes_asleep(self, slots: Slots) -> bool:
+        """Return whether it is asleep, and has to change for these GPUs and the present version."""
+        kept, old = self._sorted()
+        missing, surplus = match_slots(slots, kept)
+        asleep = all(replica.state == "asleep" for replica in (*kept, *old))
+        return asleep and bool(kept or old) and bool(old or missing or surplus)
 
     def _begin(self, slots: Slots) -> None:
         task = asyncio.get_running_loop().create_task(self._converge(slots), name=self.model.name)

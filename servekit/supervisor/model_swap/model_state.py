@@ -100,6 +100,8 @@ class ModelState:
             self.reason, self._asked_at, self._used_at = "", None, now
         elif tier == "failed":
             self._began = self._asked_at = None
+        elif tier == "stopped" and self.reason.startswith("asleep"):
+            self.reason = ""  # it was stopped by a reload
         self.tier, self.since = tier, now
 
     def _measure(self, now: float) -> None:

@@ -14,10 +14,13 @@ from typing import Any, Literal, cast
 import pytest
 
 from servekit.config.schema import ModelConfig
+from servekit.supervisor.deployments.config_diff import same_worker
 from servekit.supervisor.deployments.deployment import Deployment
 from servekit.supervisor.deployments.plan import Plan
 from servekit.supervisor.deployments.worker_pool import WorkerPool
+from servekit.supervisor.lifecycle.exit_history import StartReason
 from servekit.supervisor.lifecycle.managed_process import MemoryFreed
+from servekit.supervisor.scheduling.memory_requests import least
 from servekit.supervisor.workers.worker_process import WorkerProcess
 from servekit.system.gpu.gpus import Gpu, Slot
 from tests.unit.supervisor.lifecycle.test_managed_process import Host
@@ -176,6 +179,52 @@ async def test_who_waits_for_a_restart_is_told_that_it_was_unloaded(pool: Worker
     await settle()
     deployment.unload()
     assert await waiting == "it was unloaded meanwhile"
+
+
+@pytest.mark.parametrize("event", ["serve", "fail"])
+async def test_one_that_serves_goes_once_one_that_stays_is_ready(
+    pool: WorkerPool, event: Literal["serve", "fail"]
+) -> None:
+    deployment, [old] = await begin(pool)
+    deployment.roll_out(VERSIONS[0], ((), ()), 1)
+    await settle()
+    deployment.restart([old])
+    await settle()
+    _, second, _ = deployment.replicas
+    deployment.roll_out(VERSIONS[0], ((),), 1)
+    await settle()
+    assert not old.ending
+    second.change_state(event)
+    await settle()
+    assert old.ending is (event == "serve")
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_loaded"),
+    [
+        ({"path": "new"}, False),
+        ({"path": "old", "replicas": 2}, False),
+        ({"path": "old", "max_queue": 9}, True),
+        ({"path": "new", "load": "on_start"}, True),
+    ],
+)
+async def test_one_on_demand_that_is_asleep_does_not_change_but_stops(
+    pool: WorkerPool, keys: dict[str, Any], is_loaded: bool
+) -> None:
+    model = config(path="old")
+    deployment = Deployment(model, pool)
+    deployment.roll_out(model, ((),), 1)
+    deployment.load(StartReason.from_now("request"))
+    await settle()
+    [old] = deployment.replicas
+    old.change_state("serve")
+    old.change_state("sleep")
+    new = config(**keys)
+    deployment.roll_out(new, ((),) * least(new), 1)
+    await settle()
+    assert deployment.wanted is is_loaded
+    assert len(deployment.living) == int(is_loaded)
+    assert old.ending is (not same_worker(model, new) or not is_loaded)
 
 
 async def test_one_that_has_fallen_asleep_has_come_up(pool: WorkerPool) -> None:
