@@ -149,8 +149,8 @@ class ModelState:
             self._left_out_at = None
             return False
         if self._left_out_at is None:
-            self._left_out_at, self.requested, self._held = now, "", False
-            self.goal = None
+            self.drop_request()
+            self._left_out_at, self.goal, self._held = now, None, False
         idle = self.task is None and not self.waiting
         return self.deployment.wanted and idle and now - self._left_out_at >= _TOLD_S
 
@@ -244,7 +244,8 @@ class ModelState:
         waiting_since = self.waiting_since
         if self.tier == "stopped" and self._mode == "manual":
             waiting_since = None
-        since = [at for at in (waiting_since, self._asked_at) if at is not None]
+        asked_at = None if self.deployment.left_out else self._asked_at
+        since = [at for at in (waiting_since, asked_at) if at is not None]
         sleeps = model.idle_sleep_s is not None or self.requested == "sleep"
         able = info is not None and info.sleeps and sleeps
         return PolicyInput(

@@ -262,6 +262,18 @@ async def test_who_waits_is_told_that_a_profile_is_without_it() -> None:
     assert isinstance(answer, Refused) and "something else was asked for" in answer.message
 
 
+async def test_what_was_to_be_loaded_is_not_once_a_profile_is_without_it() -> None:
+    a, b = deployment("a"), deployment("b", "ready")
+    stage = Stage(a, b)
+    stage.ask_for("b", waiting=0, running=1)
+    assert isinstance(await stage.reside("a", "load", wait=False), Accepted)
+    a.left_out = "evening"
+    stage.residents.update()
+    b.have()
+    stage.residents.update()
+    assert a.told == ["try again"], "it would be unloaded at once, and loaded again"
+
+
 async def test_two_operators_may_want_the_same() -> None:
     a = deployment("a")
     stage = Stage(a)
