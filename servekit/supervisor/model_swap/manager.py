@@ -128,9 +128,12 @@ class SwapManager:
             asleep = memory_accounting.asleep(row.deployment, claim, row.kept)
             yield row.facts(claim, asleep, memory_accounting.missing_for_loading(row.deployment))
         for deployment in self._deployments.all_deployments():
-            if deployment not in self._rows:  # removed from the configuration
-                slots = tuple(replica.place.gpus for replica in deployment.replicas)
-                claim = memory_accounting.claims(deployment.model, slots, reserve)
+            leaving = [replica.place.gpus for replica in deployment.replicas]
+            for slot in deployment.planned if deployment in self._rows else ():  # else removed
+                if slot in leaving:
+                    leaving.remove(slot)
+            if leaving:
+                claim = memory_accounting.claims(deployment.model, tuple(leaving), reserve)
                 yield PolicyInput(deployment.model.name, "on_start", "leaving", claim)
 
     def _free(self) -> dict[str, int]:

@@ -99,6 +99,23 @@ async def test_a_request_has_its_model_loaded_and_another_evicted_for_it() -> No
     assert (a.told, b.told) == (["unload"], ["load"])
 
 
+async def test_a_replica_that_drains_holds_its_memory_and_will_be_free() -> None:
+    """The scaler gave it up for the model that waits."""
+    a, b = deployment("a", "ready", "ready", memory="40GiB"), deployment("b")
+    a.planned = ((),)
+    stage = Stage(a, b)
+    stage.ask_for("b")
+    stage.residents.update()
+    assert (a.told, b.told) == ([], []), "no other has to go, and none may load yet"
+    assert (
+        stage.told(b).reason
+        == "60.0 GiB needed, 20.0 GiB free; it waits for a model that is unloading"
+    )
+    a.replicas.pop()
+    stage.residents.update()
+    assert (a.told, b.told) == ([], ["load"])
+
+
 async def test_what_gateways_told_before_a_model_went_does_not_bring_it_back() -> None:
     a = deployment("a", "ready")
     stage = Stage(a)
