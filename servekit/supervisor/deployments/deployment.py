@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -59,7 +60,6 @@ class Deployment:
         self.scale: ScaleStatus | None = None  # of a model that scales
         self._known: ModelInfo | None = None
         self._threads: int | None = None
-        self._next_index = 0
         self._outdated: frozenset[WorkerProcess] = frozenset()  # to be replaced by their like
         self._fresh: list[WorkerProcess] = []  # those that the change under way has started
         self._heard = asyncio.Event()
@@ -167,7 +167,6 @@ class Deployment:
         """Add a replica on these GPUs."""
         self.occasion = occasion
         self.planned = (*(one.place.gpus for one in self._living()), slot)
-        self._next_index = 0  # names are used again: each has a log and metric series of its own
         return self._add(self.model, slot)
 
     def shrink(self, replica: WorkerProcess) -> None:
@@ -400,16 +399,14 @@ class Deployment:
         return [replica for replica in self.replicas if not replica.ending]
 
     def _add(self, model: ModelConfig, slot: Slot) -> WorkerProcess:
-        if not self.replicas:
-            self._next_index = 0
-        while self._pool.is_taken(f"{model.name}/{self._next_index}"):
-            self._next_index += 1  # a worker of a removed model may still have it
+        # names are used again: each has a log and metric series of its own
+        names = (f"{model.name}/{index}" for index in itertools.count())
+        index = next(at for at, name in enumerate(names) if not self._pool.is_taken(name))
         claims = self._pool.claims(model, slot)
         host, gpus = self._pool.host, self._pool.gpus
         elsewhere = host.launcher.gpus_for(model) if host.launcher is not None else 0
         threads = None if slot or elsewhere else self._threads
-        place = Assignment(model.name, self._next_index, slot, threads, claims, elsewhere)
-        self._next_index += 1
+        place = Assignment(model.name, index, slot, threads, claims, elsewhere)
         fork = functools.partial(self.fork_servers.fork, model, place)
         entry = Entry(self._pool.gate, self._pool.needed_bytes(model, slot))
         replica = WorkerProcess(model, place, gpus, host, self.circuit, self.adapters, fork, entry)

@@ -199,6 +199,23 @@ async def test_one_that_serves_goes_once_one_that_stays_is_ready(
     assert old.ending is (event == "serve")
 
 
+async def test_the_name_of_one_that_has_ended_is_used_again(pool: WorkerPool) -> None:
+    deployment, [old] = await begin(pool)
+    names = [old.name]
+    for _ in range(3):
+        deployment.restart([old])
+        await settle()
+        new = deployment.replicas[-1]
+        new.change_state("serve")
+        await settle()
+        assert old.ending
+        old.change_state("stop")
+        deployment.remove_replica(old)
+        names.append(new.name)
+        old = new
+    assert names == ["a/0", "a/1", "a/0", "a/1"], "logs and metric series do not grow in number"
+
+
 @pytest.mark.parametrize(
     ("keys", "is_loaded"),
     [
