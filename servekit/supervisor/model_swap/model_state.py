@@ -100,8 +100,11 @@ class ModelState:
             self.reason, self._asked_at, self._used_at = "", None, now
         elif tier == "failed":
             self._began = self._asked_at = None
-        elif tier == "stopped" and self.reason.startswith("asleep"):
-            self.reason = ""  # it was stopped by a reload
+        elif tier == "stopped":
+            if self.reason.startswith("asleep"):  # it was stopped by a reload
+                self.reason = ""
+            if self._told_at <= self.since:  # else it is for the next load
+                self._stay_s = None
         self.tier, self.since = tier, now
 
     def _measure(self, now: float) -> None:
