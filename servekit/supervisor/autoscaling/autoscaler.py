@@ -17,7 +17,7 @@ import structlog
 from servekit.config.sections.scale import ReplicaRange
 from servekit.protocol.types import ScaleStatus
 from servekit.supervisor.autoscaling import policy
-from servekit.supervisor.autoscaling.capacity import CapacityProvider, NoCapacity
+from servekit.supervisor.autoscaling.capacity import COMING, CapacityProvider, NoCapacity
 from servekit.supervisor.autoscaling.policy import Limits, Past, ScalingAction, ScalingInput
 from servekit.supervisor.deployments.deployment import Deployment
 from servekit.supervisor.deployments.deployment_manager import DeploymentManager
@@ -29,8 +29,6 @@ from servekit.supervisor.model_swap.memory_accounting import CPU
 from servekit.supervisor.workers.worker_process import WorkerProcess
 
 log: Any = structlog.get_logger("servekit.supervisor")
-
-_COMING = ("starting", "loading")
 
 
 class Row:
@@ -94,7 +92,7 @@ class Scaler:
     def _facts(self, deployment: Deployment, row: Row) -> ScalingInput:
         name, living = deployment.model.name, deployment.living
         serving = [replica for replica in living if replica.serves]
-        coming = sum(replica.state in _COMING for replica in living)
+        coming = sum(replica.state in COMING for replica in living)
         pongs = [replica.liveness.last for replica in serving]
         traffic = [gateway.traffic for gateway in self._gateways]
         kv_used = sum(pong.kv_used for pong in pongs)
