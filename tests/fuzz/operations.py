@@ -39,6 +39,8 @@ from tests.polling import poll
 STABLE = ("a", "b")
 COMING = ("c", "d", "e")
 ADAPTERS = ("x", "y")
+#: The adapter that an operator loads while its model runs.
+ADDED = "z"
 #: Words of the log that a fault of servekit's leaves.
 FAULTS = (
     "Traceback",
@@ -72,6 +74,7 @@ class World:
     models: dict[str, dict[str, Any]]
     lacked: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     absent_since: dict[str, float] = field(default_factory=dict)
+    added: set[str] = field(default_factory=set)  # adapters that an operator has loaded
     deaths: list[tuple[str, float]] = field(default_factory=list)
     acts: list[str] = field(default_factory=list)
     over: threading.Event = field(default_factory=threading.Event)
@@ -79,7 +82,7 @@ class World:
 
     def names(self) -> list[str]:
         adapters = [one["name"] for model in self.models.values() for one in model["adapters"]]
-        return [*self.models, *adapters]
+        return [*self.models, *adapters, *self.added]
 
     def write(self) -> None:
         self.file["models"] = list(self.models.values())
@@ -196,8 +199,12 @@ def make_model(world: World, name: str) -> dict[str, Any]:
             model["idle_unload_s"] = 1.0
         if rng.random() < 0.3:
             model["idle_sleep_s"] = 0.5
+        if rng.random() < 0.4:
+            model |= {"replicas": {"min": 0, "max": 3}, "scale": {"wait_s": 0.2, "down_s": 1.0}}
+            model["options"]["slots"] = 2
     elif rng.random() < 0.3:
-        model["replicas"] = {"min": 1, "max": 3}
+        model |= {"replicas": {"min": 1, "max": 3}, "scale": {"wait_s": 0.2, "down_s": 1.0}}
+        model["options"]["slots"] = 2
     return model
 
 
@@ -226,6 +233,7 @@ def edit_file(world: World) -> str:
                 }
             case "replicas" if model.get("load") != "on_demand":
                 model["replicas"] = rng.choice([1, 2, 3])
+                model.pop("scale", None)
             case "adapter" if model.get("load") != "on_demand":
                 flip_adapter(world, name)
             case "order":
@@ -297,10 +305,37 @@ def hang_up(world: World) -> str:
 
 def command(world: World) -> str:
     name = world.rng.choice(list(world.models))
-    word = world.rng.choice(["load", "sleep", "wake", "restart", "restart"])
+    words = ["load", "sleep", "wake", "restart", "restart"]
+    if world.models[name].get("load") == "on_demand":
+        words += ["unload", "unload"]  # the next request loads it
+    word = world.rng.choice(words)
     more = ["--no-wait"] if world.rng.random() < 0.7 else []
     done = world.instance.run(word, name, *more)
     return f"{word} {name} {' '.join(more)}: {(done.stdout + done.stderr).strip()[:90]}"
+
+
+def change_adapter(world: World) -> str:
+    """Load an adapter, in place of itself if it is there, or unload it, while the model runs."""
+    name = world.rng.choice(STABLE)
+    adapter = f"{name}-{ADDED}"
+    if adapter in world.added and world.rng.random() < 0.3:
+        world.remove(adapter)
+        world.added.discard(adapter)
+        return f"unload {adapter}: {post(world, 'unload_lora_adapter', lora_name=adapter)}"
+    body = {"lora_path": str(world.folder / "adapter"), "load_inplace": True}
+    said = post(world, "load_lora_adapter", lora_name=adapter, base_model_name=name, **body)
+    if said.startswith("200") and adapter not in world.added:
+        world.added.add(adapter)
+        world.add(adapter, time.monotonic() + 30)  # a model that sleeps loads it later
+    return f"load {adapter}: {said}"
+
+
+def post(world: World, action: str, **body: object) -> str:
+    try:
+        answer = httpx.post(f"{world.instance.url}/v1/{action}", json=body, timeout=90)
+    except httpx.TransportError as error:  # its gateway was killed
+        return repr(error)
+    return f"{answer.status_code} {answer.text[:90]}"
 
 
 def hurt(world: World) -> str:
@@ -325,6 +360,8 @@ ACTS = (
     hang_up,
     command,
     command,
+    change_adapter,
+    change_adapter,
     hurt,
     hurt,
 )
@@ -363,10 +400,10 @@ def find_unsettled(world: World) -> str:
         ):
             return f"{model.name}: {states}, of {given['replicas']}"
         found = sorted(one.name for one in model.adapters if one.state == "serving")
-        if given.get("load") != "on_demand" and found != sorted(
-            a["name"] for a in given["adapters"]
-        ):
-            return f"{model.name}: adapters {found}, of {given['adapters']}"
+        wanted = [one["name"] for one in given["adapters"]]
+        wanted += [f"{model.name}-{ADDED}"] if f"{model.name}-{ADDED}" in world.added else []
+        if given.get("load") != "on_demand" and found != sorted(wanted):
+            return f"{model.name}: adapters {found}, of {wanted}"
     return ""
 
 
@@ -378,12 +415,15 @@ def run(seed: int, steps: int, clients: int, folder: Path) -> list[str]:
         {**echo(name, step_s=0.01), "replicas": 2, "adapters": [], "stall_timeout_s": 2}
         for name in STABLE
     ]
-    server = {"gateways": 2, "store_responses": {}}
+    server = {"gateways": 2, "store_responses": {}, "runtime_adapters": True}
     with Instance.up(folder, start, server=server) as instance:
         instance.until_settled()
         file = json.loads((folder / "servekit.yaml").read_text())
         world = World(rng, instance, folder, file, {one["name"]: one for one in start})
-        for name in (*COMING, *(f"{one}-{a}" for one in (*STABLE, *COMING) for a in ADAPTERS)):
+        for name in (
+            *COMING,
+            *(f"{one}-{a}" for one in (*STABLE, *COMING) for a in (*ADAPTERS, ADDED)),
+        ):
             world.absent_since[name] = 0.0
         url = instance.url
         threads = [

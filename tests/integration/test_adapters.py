@@ -474,6 +474,30 @@ def test_a_stream_goes_on_elsewhere_with_its_adapter(tmp_path: Path) -> None:
         assert got == "ABCD" * 25
 
 
+def test_a_worker_that_starts_again_meanwhile_loads_it_once_it_is_up(tmp_path: Path) -> None:
+    model = echo("m", replicas=2, step_s=0.02, load_s=3.0)
+    with Instance.up(tmp_path, [model], server=OPEN) as instance:
+        url = instance.until_settled().url
+        path = folder(tmp_path, "loud")
+        assert load(url, "loud", path).status_code == 200
+        taken = stream_completion(url, model="loud", prompt="abcd", max_tokens=100)
+        next(taken)
+        answers: list[httpx.Response] = []
+        again = threading.Thread(
+            target=lambda: answers.append(load(url, "loud", path, load_inplace=True))
+        )
+        again.start()
+        instance.until("it waits for the stream", lambda: not serves(instance, "loud"))
+        replicas = instance.model("m").replicas
+        os.kill(next(one for one in replicas if not one.running).pid, signal.SIGKILL)
+        assert len("".join(taken)) == 99
+        again.join()
+        assert (answers[0].status_code, answers[0].text[:7]) == (200, "Success")
+        instance.until("both serve", lambda: ready(instance) == 2)
+        every_worker_has(url, "loud", 2)
+        assert sum(one.restarts for one in instance.model("m").replicas) == 1
+
+
 def test_nobody_is_ready(tmp_path: Path) -> None:
     with Instance.up(tmp_path, [echo("m", load_s=60)], server=OPEN) as instance:
         instance.until("it answers", lambda: httpx.get(f"{instance.url}/livez").status_code == 200)

@@ -253,7 +253,7 @@ class Adapters:
         if known is not None and known.state == "serving":
             again = await self._load(self._serving(), known.spec)
             self.book.restore(known)
-            if isinstance(again, Refusal):
+            if isinstance(again, Refusal) and self._serving():  # else those that start load it
                 self._fail(known.spec.name, again)
         elif from_file or known is not None:
             self._fail(spec.name, refusal)

@@ -17,7 +17,7 @@ import structlog
 from servekit.config.sections.scale import ReplicaRange
 from servekit.protocol.types import ScaleStatus
 from servekit.supervisor.autoscaling import policy
-from servekit.supervisor.autoscaling.capacity import CapacityProvider, NoCapacity
+from servekit.supervisor.autoscaling.capacity import COMING, CapacityProvider, NoCapacity
 from servekit.supervisor.autoscaling.policy import Limits, Past, ScalingAction, ScalingInput
 from servekit.supervisor.deployments.deployment import Deployment
 from servekit.supervisor.deployments.deployment_manager import DeploymentManager
@@ -29,8 +29,6 @@ from servekit.supervisor.model_swap.memory_accounting import CPU
 from servekit.supervisor.workers.worker_process import WorkerProcess
 
 log: Any = structlog.get_logger("servekit.supervisor")
-
-_COMING = ("starting", "loading")
 
 
 class Row:
@@ -94,7 +92,7 @@ class Scaler:
     def _facts(self, deployment: Deployment, row: Row) -> ScalingInput:
         name, living = deployment.model.name, deployment.living
         serving = [replica for replica in living if replica.serves]
-        coming = sum(replica.state in _COMING for replica in living)
+        coming = sum(replica.state in COMING for replica in living)
         pongs = [replica.liveness.last for replica in serving]
         traffic = [gateway.traffic for gateway in self._gateways]
         kv_used = sum(pong.kv_used for pong in pongs)
@@ -113,12 +111,18 @@ class Scaler:
         )
 
     def _contested(self, deployment: Deployment) -> Iterator[tuple[str, WorkerProcess]]:
-        """Yield replicas of an on-demand model whose memory another model needs, and its name."""
+        """Yield replicas of an on-demand model whose memory another model needs, and its name.
+
+        None is given where one is ending already, which may be enough.
+        """
         if deployment.model.load != "on_demand":
             return
         wanted = self._swap_manager.waits_for(deployment)
+        for replica in deployment.replicas if wanted else ():
+            for at in _places(replica) if replica.ending else ():
+                wanted.pop(at, None)
         for replica in deployment.living if wanted else ():
-            for at in [gpu.uuid for gpu in replica.place.gpus] or [CPU]:
+            for at in _places(replica):
                 if at in wanted:
                     yield wanted[at], replica
 
@@ -204,6 +208,10 @@ def _waits(limits: Limits, facts: ScalingInput) -> str:
     if facts.coming:
         return ""
     return f"`max` is {limits.most}" if facts.living >= limits.most else "the last did not come up"
+
+
+def _places(replica: WorkerProcess) -> list[str]:
+    return [gpu.uuid for gpu in replica.place.gpus] or [CPU]
 
 
 def _has_failed(replica: WorkerProcess) -> bool:

@@ -22,6 +22,8 @@ from servekit.system import cgroup
 from servekit.system.gpu.gpus import Slot
 from servekit.units import format_bytes
 
+#: The states of a replica that does not serve yet.
+COMING = ("starting", "loading")
 #: Host memory that one more replica must leave free.
 KEPT_BYTES = 2**30
 
@@ -69,8 +71,8 @@ class LocalCapacity:
             total = cgroup.total_memory_bytes()
             takes, there = memory.memory_bytes(model.memory, total), total - self._claimed(total)
         else:
-            takes = max((one.rss_bytes for one in deployment.living), default=0)
-            there -= KEPT_BYTES
+            takes = _resident_bytes(deployment)
+            there -= KEPT_BYTES + sum(map(_lacking_bytes, self._deployments.served))
         if takes <= there:
             return ()
         said = f"a replica takes {format_bytes(takes)} of this machine's memory, which has"
@@ -112,6 +114,17 @@ class LocalCapacity:
         return bool(
             self._deployments.pool.gate.ledger.lacking({gpu.uuid: size for gpu, size in claims})
         )
+
+
+def _resident_bytes(deployment: Deployment) -> int:
+    """Return the memory that a replica of a model takes, as far as is known."""
+    return max((one.rss_bytes for one in deployment.living), default=0)
+
+
+def _lacking_bytes(deployment: Deployment) -> int:
+    """Return the memory that replicas which are starting on the CPU have not taken yet."""
+    coming = [one for one in deployment.living if one.state in COMING and not one.place.gpus]
+    return sum(_resident_bytes(deployment) - one.rss_bytes for one in coming)
 
 
 class RayCapacity:

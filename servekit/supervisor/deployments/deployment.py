@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -59,8 +60,8 @@ class Deployment:
         self.scale: ScaleStatus | None = None  # of a model that scales
         self._known: ModelInfo | None = None
         self._threads: int | None = None
-        self._next_index = 0
         self._outdated: frozenset[WorkerProcess] = frozenset()  # to be replaced by their like
+        self._fresh: list[WorkerProcess] = []  # those that the change under way has started
         self._heard = asyncio.Event()
         self._change: asyncio.Task[None] | None = None
         self.adapters = Adapters(model.name, list_adapters(model), self)
@@ -89,8 +90,19 @@ class Deployment:
                 replica.retry()
         self.circuit.reset()
         self.tend_fork_servers()
-        if self.wanted and not self.left_out:
+        if not self.wanted or self.left_out:
+            return
+        if stays or not self._changes_asleep(slots):
             self._begin(slots)
+        else:  # others may have its memory: the next request loads it
+            self.unload()
+
+    def _changes_asleep(self, slots: Slots) -> bool:
+        """Return whether it is asleep, and has to change for these GPUs and the present version."""
+        kept, old = self._sorted()
+        missing, surplus = match_slots(slots, kept)
+        asleep = all(replica.state == "asleep" for replica in (*kept, *old))
+        return asleep and bool(kept or old) and bool(old or missing or surplus)
 
     def _begin(self, slots: Slots) -> None:
         task = asyncio.get_running_loop().create_task(self._converge(slots), name=self.model.name)
@@ -120,9 +132,11 @@ class Deployment:
 
     async def until_settled(self) -> str:
         """Wait for a change that is under way; return why it has failed, or ""."""
-        if self._change is not None:
+        while self._change is not None and self.changing:  # a reload may begin another
             await asyncio.wait((self._change,))
         await self._until(lambda: have_settled(self._living()))
+        if not self._living():
+            return "it was unloaded meanwhile"
         failed = any(replica.state == "failed" for replica in self._living())
         reasons = (replica.reason for replica in self._living() if replica.reason)
         return next(reasons, "its workers have failed") if failed or self.failed else ""
@@ -153,7 +167,6 @@ class Deployment:
         """Add a replica on these GPUs."""
         self.occasion = occasion
         self.planned = (*(one.place.gpus for one in self._living()), slot)
-        self._next_index = 0  # names are used again: each has a log and metric series of its own
         return self._add(self.model, slot)
 
     def shrink(self, replica: WorkerProcess) -> None:
@@ -266,12 +279,17 @@ class Deployment:
     # ---- rolling update
 
     async def _converge(self, slots: Slots) -> None:
+        await self._change_replicas(slots)
+        self._outdated, self._fresh = frozenset(), []  # a change that is given up leaves them
+
+    async def _change_replicas(self, slots: Slots) -> None:
         kept, old = self._sorted()
-        self._outdated = frozenset()
         missing, surplus = match_slots(slots, kept)
         # a replica that has to move serves until its GPUs are needed
         old = keep_serving(old) + surplus
-        fresh, crowded = [], []
+        # what a change that was given up has started is waited for, too
+        self._fresh = [one for one in self._fresh if one in kept and one not in surplus]
+        fresh, crowded = self._fresh, []
         for slot in missing:
             if self._pool.has_room(self.model, slot):
                 fresh.append(self._add(self.model, slot))
@@ -283,6 +301,9 @@ class Deployment:
             if not await self._make_room(slot, old, proven=bool(fresh)):
                 return
             fresh.append(self.replicas[-1])
+        if old and not await self._has_ready([one for one in kept if one not in surplus] + fresh):
+            self._take_back(fresh, old)
+            return
         for replica in old:
             self._finish(replica)
 
@@ -293,8 +314,11 @@ class Deployment:
         return kept, [replica for replica in living if replica not in kept]
 
     async def _replace(self, fresh: list[WorkerProcess], old: list[WorkerProcess]) -> bool:
-        """Drain one of `old` for each ready replica of `fresh`; return False if none comes up."""
-        for done in range(1, len(fresh) + 1):
+        """Drain one of `old` for each replica of `fresh` that becomes ready.
+
+        Returns False if none comes up.
+        """
+        for done in range(count_ready(fresh) + 1, len(fresh) + 1):
             await self._until(functools.partial(have_enough, fresh, done))
             if count_ready(fresh) < done:
                 break
@@ -304,6 +328,11 @@ class Deployment:
             return True
         self._take_back(fresh, old)
         return False
+
+    async def _has_ready(self, staying: list[WorkerProcess]) -> bool:
+        """Wait until one of the replicas that stay is ready; return False if none comes up."""
+        await self._until(functools.partial(have_enough, staying, 1))
+        return bool(count_ready(staying)) or not staying
 
     async def _make_room(self, slot: Slot, old: list[WorkerProcess], *, proven: bool) -> bool:
         """Start a replica on GPUs that are still in use; return False if it was rolled back."""
@@ -370,16 +399,14 @@ class Deployment:
         return [replica for replica in self.replicas if not replica.ending]
 
     def _add(self, model: ModelConfig, slot: Slot) -> WorkerProcess:
-        if not self.replicas:
-            self._next_index = 0
-        while self._pool.is_taken(f"{model.name}/{self._next_index}"):
-            self._next_index += 1  # a worker of a removed model may still have it
+        # names are used again: each has a log and metric series of its own
+        names = (f"{model.name}/{index}" for index in itertools.count())
+        index = next(at for at, name in enumerate(names) if not self._pool.is_taken(name))
         claims = self._pool.claims(model, slot)
         host, gpus = self._pool.host, self._pool.gpus
         elsewhere = host.launcher.gpus_for(model) if host.launcher is not None else 0
         threads = None if slot or elsewhere else self._threads
-        place = Assignment(model.name, self._next_index, slot, threads, claims, elsewhere)
-        self._next_index += 1
+        place = Assignment(model.name, index, slot, threads, claims, elsewhere)
         fork = functools.partial(self.fork_servers.fork, model, place)
         entry = Entry(self._pool.gate, self._pool.needed_bytes(model, slot))
         replica = WorkerProcess(model, place, gpus, host, self.circuit, self.adapters, fork, entry)
@@ -435,7 +462,8 @@ def keep_serving(old: Sequence[WorkerProcess]) -> list[WorkerProcess]:
 
 
 def count_ready(replicas: Sequence[WorkerProcess]) -> int:
-    return sum(replica.state == "ready" for replica in replicas)
+    """Return how many have come up; a model that nobody uses may be asleep by now."""
+    return sum(replica.state in ("ready", "asleep") for replica in replicas)
 
 
 def have_enough(replicas: Sequence[WorkerProcess], count: int) -> bool:
@@ -444,4 +472,4 @@ def have_enough(replicas: Sequence[WorkerProcess], count: int) -> bool:
 
 def have_settled(replicas: Sequence[WorkerProcess]) -> bool:
     """Return whether each replica has come up, failed or stopped."""
-    return all(replica.state in ("ready", "failed", "stopped") for replica in replicas)
+    return all(replica.state in ("ready", "asleep", "failed", "stopped") for replica in replicas)

@@ -116,6 +116,10 @@ class DeploymentManager:
             return Refused("servekit is shutting down")
         if not deployment.wanted or not replicas:
             return Refused(f"{name} is not loaded; `servekit load {name}` loads it")
+        asleep = all(replica.state == "asleep" for replica in deployment.living)
+        if asleep and deployment.model.load != "on_start":  # others may have its memory
+            said = f"`servekit unload {deployment.model.name}` ends it, and a request loads it anew"
+            return Refused(f"{name} is asleep; {said}")
         if deployment.changing:
             return Refused(
                 f"{deployment.model.name} is changing already; try again when it is done"
@@ -154,10 +158,10 @@ class DeploymentManager:
     async def _read(self, source: Source) -> Plan:
         """Return the plan of the configuration as it is now. Raises ConfigError."""
         held = {
-            deployment.model.name: [slot for slot in deployment.slots() if slot]
+            deployment.model.name: [slot for slot in deployment.planned if slot]
             for deployment in self.served
         }
-        counts = {deployment.model.name: len(deployment.slots()) for deployment in self.served}
+        counts = {deployment.model.name: len(deployment.planned) for deployment in self.served}
         await asyncio.to_thread(source.await_rest)
         plan = await asyncio.to_thread(source.plan, self.gpus, held, counts)
         if restart := reload.needs_restart(self.plan.config, plan.config):
@@ -194,7 +198,7 @@ class DeploymentManager:
             {deployment.model.name: deployment for deployment in self.served},
         )
         running = {
-            name: (deployment.model, deployment.slots()) for name, deployment in before.items()
+            name: (deployment.model, deployment.planned) for name, deployment in before.items()
         }
         changes = reload.diff(running, models, plan.places)
         claimed = names_of(plan.config)

@@ -17,6 +17,7 @@ class CapacityView:
         self.now = dict(free)
         self.soon = dict(free)
         self._freed = dict.fromkeys(free, 0)
+        self.promised: list[PolicyInput] = []  # to models on demand, as if they were loading
         for one in models:
             if one.tier == "leaving":
                 self.free_model(one, one.asleep if one.falls_asleep else {})
@@ -40,12 +41,18 @@ class CapacityView:
         most = {at: max(over.get(at, 0), short.get(at, 0)) for at in {*over, *short}}
         return {at: size for at, size in most.items() if size > 0}
 
-    def subtract(self, need: Mapping[str, int]) -> None:
-        """Give the memory away, now and soon."""
-        self.reserve(need)
-        for at, size in need.items():
+    def subtract(self, one: PolicyInput) -> None:
+        """Give a model the memory that it needs, now and soon."""
+        self.promise(one)
+        for at, size in one.needed_memory.items():
             if at in self.now:
                 self.now[at] -= size
+
+    def promise(self, one: PolicyInput) -> None:
+        """Keep the memory that a model needs for it."""
+        self.reserve(one.needed_memory)
+        if one.load == "on_demand":
+            self.promised.append(replace(one, tier="coming"))
 
     def reserve(self, need: Mapping[str, int]) -> None:
         """Keep that much of the future free memory for one model."""
@@ -112,12 +119,13 @@ def make_room(
     able = _evictable(goers)
     short = _short(one, room)
     if not _covers(able, lacking):
-        # models that are loading may be evicted once loaded
+        # models that are loading, or that load first, may be evicted once loaded
+        goers = _candidates([*goers, *room.promised], lacking)
         if _covers(goers, lacking):
             return [], f"{short}; it waits for {_names(goers)}"
         return [], f"{short}, {STAY}"
     steps = _evict(able, one, lacking, room, now, short)
-    room.reserve(one.needed_memory)
+    room.promise(one)
     names = _names(able, steps) or "a model that is unloading"
     return steps, f"{short}; it waits for {names}"
 
@@ -168,11 +176,12 @@ def _names(able: Iterable[PolicyInput], steps: Sequence[SwapAction] = ()) -> str
 
 def _short(one: PolicyInput, room: CapacityView) -> str:
     """Return such as "30.0 GiB needed, 12.0 GiB free", for the place that is shortest."""
-    at = max(
-        one.needed_memory,
-        key=lambda place: one.needed_memory[place] - room.now.get(place, math.inf),
-    )
-    free_bytes = max(0, room.now.get(at, 0))
+
+    def free(place: str) -> float:  # without what is kept for others
+        return min(room.now.get(place, math.inf), room.soon.get(place, math.inf))
+
+    at = max(one.needed_memory, key=lambda place: one.needed_memory[place] - free(place))
+    free_bytes = int(max(0, free(at)))
     return f"{format_bytes(one.needed_memory[at])} needed, {format_bytes(free_bytes)} free"
 
 

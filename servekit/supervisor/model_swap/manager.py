@@ -128,9 +128,12 @@ class SwapManager:
             asleep = memory_accounting.asleep(row.deployment, claim, row.kept)
             yield row.facts(claim, asleep, memory_accounting.missing_for_loading(row.deployment))
         for deployment in self._deployments.all_deployments():
-            if deployment not in self._rows:  # removed from the configuration
-                slots = tuple(replica.place.gpus for replica in deployment.replicas)
-                claim = memory_accounting.claims(deployment.model, slots, reserve)
+            leaving = [replica.place.gpus for replica in deployment.replicas]
+            for slot in deployment.planned if deployment in self._rows else ():  # else removed
+                if slot in leaving:
+                    leaving.remove(slot)
+            if leaving:
+                claim = memory_accounting.claims(deployment.model, tuple(leaving), reserve)
                 yield PolicyInput(deployment.model.name, "on_start", "leaving", claim)
 
     def _free(self) -> dict[str, int]:
@@ -250,7 +253,7 @@ class SwapManager:
         self.update()
         self._changed(row)
         name = row.deployment.model.name
-        while row.requested:
+        while row.requested and row.goal == HAS[request.want]:
             if why := self._find_obstacle(row):
                 row.drop_request()
                 return Refused(f"{name} cannot be {_DONE[request.want]}: {why}")
@@ -258,6 +261,9 @@ class SwapManager:
                 return Accepted(f"{name} is {tier_text(row.tier)}")
             await asyncio.sleep(_LOOK_EVERY_S)
             row.forget_met_request()
+        if row.goal != HAS[request.want]:
+            said = f"something else was asked for meanwhile, and it is {tier_text(row.tier)}"
+            return Refused(f"{name} cannot be {_DONE[request.want]}: {said}")
         return Accepted(f"{name} is {already}{_DONE[request.want]}")
 
     def _find_obstacle(self, row: ModelState) -> str:

@@ -41,6 +41,7 @@ class ModelState:
         self.waiting = 0
         self.waiting_since: float | None = None
         self.requested: Literal["", "load", "unload", "sleep", "wake"] = ""  # an operator's request
+        self.goal: Residency | None = None  # of the last request; None: a profile overrules it
         self.sleepers: Sequence[WorkerProcess] = ()  # its workers, if we put them to sleep
         self.kept: Mapping[str, int] = {}  # bytes on its GPUs when it last slept
         self.restless = ""  # why it could not be put to sleep
@@ -99,6 +100,11 @@ class ModelState:
             self.reason, self._asked_at, self._used_at = "", None, now
         elif tier == "failed":
             self._began = self._asked_at = None
+        elif tier == "stopped":
+            if self.reason.startswith("asleep"):  # it was stopped by a reload
+                self.reason = ""
+            if self._told_at <= self.since:  # else it is for the next load
+                self._stay_s = None
         self.tier, self.since = tier, now
 
     def _measure(self, now: float) -> None:
@@ -146,7 +152,8 @@ class ModelState:
             self._left_out_at = None
             return False
         if self._left_out_at is None:
-            self._left_out_at, self.requested, self._held = now, "", False
+            self.drop_request()
+            self._left_out_at, self.goal, self._held = now, None, False
         idle = self.task is None and not self.waiting
         return self.deployment.wanted and idle and now - self._left_out_at >= _TOLD_S
 
@@ -170,6 +177,7 @@ class ModelState:
             tier = tier_text(self.tier)
             return f"{self.deployment.model.name} is {tier}, not asleep; `servekit load` loads it"
         self._touched, self.requested, self.restless = True, want, ""
+        self.goal = HAS[want]
         self._held = want == "unload" and self.deployment.model.load == "on_start"
         self._sleepless_until = -math.inf
         self._asked_at = now if want in ("load", "wake") else None
@@ -239,7 +247,8 @@ class ModelState:
         waiting_since = self.waiting_since
         if self.tier == "stopped" and self._mode == "manual":
             waiting_since = None
-        since = [at for at in (waiting_since, self._asked_at) if at is not None]
+        asked_at = None if self.deployment.left_out else self._asked_at
+        since = [at for at in (waiting_since, asked_at) if at is not None]
         sleeps = model.idle_sleep_s is not None or self.requested == "sleep"
         able = info is not None and info.sleeps and sleeps
         return PolicyInput(

@@ -66,7 +66,8 @@ def decide(models: Sequence[PolicyInput], free: Mapping[str, int], now: float) -
     for one in sorted(staying, key=_order):
         if one.name in leaving:
             continue
-        others = [other for other in staying if other is not one and other.name not in leaving]
+        taken = leaving | {one.name} | {promised.name for promised in room.promised}
+        others = [other for other in staying if other.name not in taken]
         made, waits_for = _help(one, others, room, now)
         steps += made
         leaving |= {step.model for step in made}
@@ -89,7 +90,7 @@ def _help(
     if one.waiting_since is None or one.tier not in ("stopped", "asleep"):
         return [], ""
     if room.has_bytes(one.needed_memory):
-        room.subtract(one.needed_memory)
+        room.subtract(one)
         return [SwapAction("load" if one.tier == "stopped" else "wake", one.name)], ""
     return make_room(one, others, room, now)
 

@@ -233,6 +233,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         self._held = {}
         if self._coming_up is not None and not self.admin.is_open:
             self._coming_up.cancel()  # else the open order returns, and ends the task
+        self._coming_up = None
         self.admin.answer_death(self.name, "" if self.ending else self._died_of)
         self.admin = PendingRequests()
 
@@ -388,7 +389,8 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         self, request: LoadAdapter | UnloadAdapter, what: str, limit_s: float
     ) -> Answer:
         child = self.child
-        if child is None or self.state == "stalled":
+        # one that has not loaded its model takes no order yet: it is brought up to date then
+        if child is None or self._coming_up is None or self.state == "stalled":
             return Refusal(f"worker {self.name} died before it {what}", died=True, left=True)
         late = functools.partial(self.give_up, f"stalled: it had not {what} after {limit_s:g} s")
         return await self.admin.send(request, child.send, what, late, limit_s)

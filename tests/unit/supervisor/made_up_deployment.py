@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, cast
 
 from servekit.config.schema import ModelConfig
@@ -46,6 +47,7 @@ class Replica:
     reason: str = ""
     rss_bytes: int = 0
     refuses: str = ""
+    place: Any = field(default_factory=lambda: SimpleNamespace(gpus=()))
     gpu: Gpu = field(default_factory=Gpu)
 
     @property
@@ -87,6 +89,7 @@ class MadeUp:
         """These replicas."""
         self.wanted = bool(states)
         self.replicas = [Replica(f"a/{n}", state) for n, state in enumerate(states)]
+        self.planned = ((),) * max(1, len(states))
 
     def load(self, occasion: StartReason) -> None:
         self.told.append("load")

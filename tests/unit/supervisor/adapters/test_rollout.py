@@ -264,6 +264,26 @@ async def test_in_place_and_refused_is_back_to_what_was() -> None:
     assert all("x" in worker.held for worker in deployment.fakes)
 
 
+async def test_in_place_and_all_died_is_back_to_what_was_once_they_are_up_again() -> None:
+    deployment = await up()
+    deployment.do(deployment.adapters.add_adapter(spec("x")))
+    await deployment.finish()
+    other = deployment.do(deployment.adapters.add_adapter(spec("x", "/b"), in_place=True))
+    await deployment.settle()
+    for worker in deployment.fakes:
+        worker.answer(well=True)  # unloads
+    await deployment.settle()
+    for worker in deployment.fakes:
+        worker.die()
+    await deployment.finish()
+    assert other.result() == Refusal("m/0 died", died=True)
+    for worker in deployment.fakes:
+        deployment.start(worker)
+    await deployment.finish()
+    assert deployment.adapters.expected() == (spec("x"),)
+    assert all("x" in worker.held for worker in deployment.fakes)
+
+
 async def test_the_files_is_changed_in_the_file_only() -> None:
     deployment = await up(spec("x"))
     other = deployment.do(deployment.adapters.add_adapter(spec("x", "/b"), in_place=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
@@ -25,6 +24,7 @@ from servekit.system.gpu.gpus import Gpu, Slot
 from tests.unit.supervisor.made_up_deployment import config, info
 
 GPU = Gpu(0, "GPU-0", "H200", 100, 100)
+NOW = StartReason.from_supervisor_start()
 
 
 @dataclass(eq=False)
@@ -34,6 +34,7 @@ class Replica:
     place: Assignment
     state: str = "ready"
     reason: str = ""
+    ending: bool = False
     liveness: Any = field(default_factory=lambda: SimpleNamespace(last=Pong(0, 0.0, 0, 0, 0.0)))
 
     @property
@@ -55,7 +56,7 @@ class MadeUp:
     """A deployment that does as it is told, at once."""
 
     model: ModelConfig
-    living: list[Replica] = field(default_factory=list)
+    replicas: list[Replica] = field(default_factory=list)
     wanted: bool = True
     changing: bool = False
     info: Any = None
@@ -63,14 +64,18 @@ class MadeUp:
     published: int = 0
     causes: list[str] = field(default_factory=list)
 
+    @property
+    def living(self) -> list[Replica]:
+        return [one for one in self.replicas if not one.ending]
+
     def grow(self, slot: Slot, occasion: StartReason) -> Replica:
         self.causes.append(occasion.cause)
         replica = Replica(Assignment(self.model.name, len(self.living), slot, 1), "starting")
-        self.living.append(replica)
+        self.replicas.append(replica)
         return replica
 
     def shrink(self, replica: WorkerProcess) -> None:
-        self.living.remove(cast(Replica, replica))
+        cast(Replica, replica).ending = True
 
     def changed(self) -> None:
         self.published += 1
@@ -88,7 +93,7 @@ class Scene:
         self.made_up.living[0].state = "ready"
         self.deployments = SimpleNamespace(served=[self.made_up], halted=False)
         self.gateways = [SimpleNamespace(traffic=Traffic(0, 0, {})) for _ in range(2)]
-        self.elsewhere: Mapping[str, str] = {}
+        self.elsewhere: dict[str, str] = {}
         self.free = 9
         self.lacking: list[int] = []
         self.told: list[tuple[str, dict[str, Any]]] = []
@@ -98,7 +103,7 @@ class Scene:
         self.scaler = Scaler(
             cast(Any, self.deployments),
             cast(Any, self.gateways),
-            cast(Any, SimpleNamespace(waits_for=lambda deployment: self.elsewhere)),
+            cast(Any, SimpleNamespace(waits_for=lambda deployment: {**self.elsewhere})),
             cast(Any, self),
         )
 
@@ -293,6 +298,19 @@ def test_a_model_on_the_cpu_gives_up_a_replica_too(monkeypatch: pytest.MonkeyPat
     scene.elsewhere = {"cpu": "b"}
     scene.scaler.scale_deployments()
     assert [one.name for one in scene.made_up.living] == ["a/0"], "the latest goes"
+
+
+def test_one_replica_at_a_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, load="on_demand")
+    for replica in [*scene.made_up.living, *(scene.made_up.grow((GPU,), NOW) for _ in range(3))]:
+        replica.place, replica.state = Assignment("a", replica.place.index, (GPU,), 1), "ready"
+    scene.elsewhere = {GPU.uuid: "b"}
+    scene.scaler.scale_deployments()
+    scene.scaler.scale_deployments()
+    assert scene.count == 3, "b may have enough once it has drained"
+    scene.made_up.replicas = scene.made_up.living
+    scene.scaler.scale_deployments()
+    assert scene.count == 2
 
 
 def lost(*replicas: Replica) -> str:

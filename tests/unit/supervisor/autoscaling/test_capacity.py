@@ -33,7 +33,8 @@ def deployment(
     """With a replica on each of these GPUs; none: one on the CPU."""
     planned: Slots = tuple((GPUS[index],) for index in slots) or ((),)
     living = [
-        SimpleNamespace(place=SimpleNamespace(gpus=slot), rss_bytes=rss_bytes) for slot in planned
+        SimpleNamespace(place=SimpleNamespace(gpus=slot), rss_bytes=rss_bytes, state="ready")
+        for slot in planned
     ]
     made = SimpleNamespace(model=model, planned=planned, living=living if there else [])
     made.slots = lambda: planned
@@ -151,3 +152,18 @@ def test_the_cpu(
     monkeypatch.setattr(cgroup, "total_memory_bytes", lambda: 100 * GIB)
     found = one_more(deployment(model("a", device="cpu", **keys), rss_bytes=4 * GIB))
     assert found == expected if expected == () else str(expected) in str(found)
+
+
+@pytest.mark.parametrize("there", [8 * GIB, 13 * GIB])
+def test_on_the_cpu_a_replica_that_is_starting_has_not_taken_its_memory_yet(
+    there: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cgroup, "available_memory_bytes", lambda: there)
+    own, other = (deployment(model(name, device="cpu"), rss_bytes=4 * GIB) for name in "ab")
+    for one, rss_bytes in ((own, 0), (other, GIB)):
+        coming: Any = SimpleNamespace(
+            place=SimpleNamespace(gpus=()), rss_bytes=rss_bytes, state="starting"
+        )
+        one.living.append(coming)
+    told = "a replica takes 4.0 GiB of this machine's memory, which has 0 B left"
+    assert one_more(own, other) == (() if there > 12 * GIB else f"no room: {told}")

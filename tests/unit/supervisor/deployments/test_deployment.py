@@ -9,15 +9,18 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import pytest
 
 from servekit.config.schema import ModelConfig
+from servekit.supervisor.deployments.config_diff import same_worker
 from servekit.supervisor.deployments.deployment import Deployment
 from servekit.supervisor.deployments.plan import Plan
 from servekit.supervisor.deployments.worker_pool import WorkerPool
+from servekit.supervisor.lifecycle.exit_history import StartReason
 from servekit.supervisor.lifecycle.managed_process import MemoryFreed
+from servekit.supervisor.scheduling.memory_requests import least
 from servekit.supervisor.workers.worker_process import WorkerProcess
 from servekit.system.gpu.gpus import Gpu, Slot
 from tests.unit.supervisor.lifecycle.test_managed_process import Host
@@ -52,13 +55,17 @@ VERSIONS = [config(load="on_start", path=path) for path in ("old", "new")]
 
 @pytest.fixture
 def pool(tmp_path: Path) -> WorkerPool:
+    return make_pool(tmp_path)
+
+
+def make_pool(folder: Path) -> WorkerPool:
     keys = SimpleNamespace(
         gpus=SimpleNamespace(reserve=None), server=SimpleNamespace(drain_timeout_s=1.0)
     )
     plan: Any = SimpleNamespace(
         gpus=(GPU,), config=keys, estimates={}, left_out_by=lambda model: ""
     )
-    host = Host(tmp_path / "run")
+    host = Host(folder / "run")
     host.publish_change = lambda: None  # type: ignore[method-assign]
     return WorkerPool(cast(Plan, plan), host, lambda worker: None)
 
@@ -105,6 +112,149 @@ async def test_it_is_rolled_back_at_the_event_that_the_new_version_has_failed(
     assert (old.ending, new.ending) == (False, True)
     assert deployment.model is old.model is VERSIONS[0]
     assert "serves on" in old.reason and "no such file" in old.reason
+
+
+async def begin(pool: WorkerPool, count: int = 1) -> tuple[Deployment, list[WorkerProcess]]:
+    """Return a deployment whose workers of the old version are ready."""
+    deployment = Deployment(VERSIONS[0], pool)
+    deployment.roll_out(VERSIONS[0], ((),) * count, 1)
+    await settle()
+    old = list(deployment.replicas)
+    for replica in old:
+        replica.change_state("serve")
+    await settle()
+    return deployment, old
+
+
+@pytest.mark.parametrize("event", ["serve", "fail"])
+async def test_a_change_goes_on_with_what_the_one_before_it_has_started(
+    pool: WorkerPool, event: Literal["serve", "fail"]
+) -> None:
+    deployment, old = await update(pool)
+    _, new = deployment.replicas
+    deployment.roll_out(config(load="on_start", path="new", max_queue=9), ((),), 1)
+    await settle()
+    assert (old.ending, new.ending) == (False, False), "nothing else serves yet"
+    new.change_state(event, "no such file")
+    await settle()
+    assert (old.ending, new.ending) == (event == "serve", event == "fail")
+    assert deployment.model is (new.model if event == "serve" else VERSIONS[0])
+
+
+async def test_a_change_goes_on_where_the_one_before_it_has_drained_some(pool: WorkerPool) -> None:
+    deployment, old = await begin(pool, 2)
+    deployment.roll_out(VERSIONS[1], ((), ()), 1)
+    await settle()
+    first, second = deployment.replicas[2:]
+    first.change_state("serve")
+    await settle()
+    assert [one.ending for one in old] == [True, False]
+    deployment.roll_out(VERSIONS[1], ((), ()), 1)
+    await settle()
+    assert [one.ending for one in old] == [True, False]
+    second.change_state("serve")
+    await settle()
+    assert [one.ending for one in deployment.replicas] == [True, True, False, False]
+
+
+async def test_a_change_goes_on_with_a_restart(pool: WorkerPool) -> None:
+    deployment, [old] = await begin(pool)
+    deployment.restart([old])
+    await settle()
+    _, new = deployment.replicas
+    waiting = asyncio.create_task(deployment.until_settled())
+    deployment.roll_out(config(load="on_start", path="old", max_queue=9), ((),), 1)
+    await settle()
+    assert not old.ending and not new.ending and not waiting.done()
+    new.change_state("serve")
+    assert await waiting == ""
+    assert (old.ending, new.ending) == (True, False)
+
+
+async def test_who_waits_for_a_restart_is_told_that_it_was_unloaded(pool: WorkerPool) -> None:
+    deployment, [old] = await begin(pool)
+    deployment.restart([old])
+    await settle()
+    waiting = asyncio.create_task(deployment.until_settled())
+    await settle()
+    deployment.unload()
+    assert await waiting == "it was unloaded meanwhile"
+
+
+@pytest.mark.parametrize("event", ["serve", "fail"])
+async def test_one_that_serves_goes_once_one_that_stays_is_ready(
+    pool: WorkerPool, event: Literal["serve", "fail"]
+) -> None:
+    deployment, [old] = await begin(pool)
+    deployment.roll_out(VERSIONS[0], ((), ()), 1)
+    await settle()
+    deployment.restart([old])
+    await settle()
+    _, second, _ = deployment.replicas
+    deployment.roll_out(VERSIONS[0], ((),), 1)
+    await settle()
+    assert not old.ending
+    second.change_state(event)
+    await settle()
+    assert old.ending is (event == "serve")
+
+
+async def test_the_name_of_one_that_has_ended_is_used_again(pool: WorkerPool) -> None:
+    deployment, [old] = await begin(pool)
+    names = [old.name]
+    for _ in range(3):
+        deployment.restart([old])
+        await settle()
+        new = deployment.replicas[-1]
+        new.change_state("serve")
+        await settle()
+        assert old.ending
+        old.change_state("stop")
+        deployment.remove_replica(old)
+        names.append(new.name)
+        old = new
+    assert names == ["a/0", "a/1", "a/0", "a/1"], "logs and metric series do not grow in number"
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_loaded"),
+    [
+        ({"path": "new"}, False),
+        ({"path": "old", "replicas": 2}, False),
+        ({"path": "old", "max_queue": 9}, True),
+        ({"path": "new", "load": "on_start"}, True),
+    ],
+)
+async def test_one_on_demand_that_is_asleep_does_not_change_but_stops(
+    pool: WorkerPool, keys: dict[str, Any], is_loaded: bool
+) -> None:
+    model = config(path="old")
+    deployment = Deployment(model, pool)
+    deployment.roll_out(model, ((),), 1)
+    deployment.load(StartReason.from_now("request"))
+    await settle()
+    [old] = deployment.replicas
+    old.change_state("serve")
+    old.change_state("sleep")
+    new = config(**keys)
+    deployment.roll_out(new, ((),) * least(new), 1)
+    await settle()
+    assert deployment.wanted is is_loaded
+    assert len(deployment.living) == int(is_loaded)
+    assert old.ending is (not same_worker(model, new) or not is_loaded)
+
+
+async def test_one_that_has_fallen_asleep_has_come_up(pool: WorkerPool) -> None:
+    deployment, old = await begin(pool, 2)
+    deployment.roll_out(VERSIONS[1], ((), ()), 1)
+    await settle()
+    first, second = deployment.replicas[2:]
+    first.change_state("serve")
+    await settle()
+    first.change_state("sleep")
+    second.change_state("serve")
+    await settle()
+    assert all(one.ending for one in old) and not deployment.changing
 
 
 async def test_the_new_version_starts_at_the_event_that_the_old_one_has_left_its_gpu(

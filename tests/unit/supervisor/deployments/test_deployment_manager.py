@@ -16,6 +16,7 @@ from servekit.protocol.messages import Accepted, Refused
 from servekit.supervisor.deployments.deployment_manager import DeploymentManager
 from servekit.supervisor.deployments.plan import Source
 from servekit.supervisor.event_log import journal
+from servekit.supervisor.lifecycle.exit_history import StartReason
 from servekit.supervisor.workers.fork_server import ForkServer
 from servekit.supervisor.workers.worker_process import WorkerProcess
 from tests.unit.supervisor.lifecycle.test_managed_process import Host
@@ -199,6 +200,25 @@ async def test_an_unchanged_model_retries_its_failed_workers(scene: Scene) -> No
     assert retried == [True]
 
 
+@pytest.mark.parametrize("replicas", [1, {"min": 1, "max": 3}])
+async def test_a_model_that_changes_is_unchanged_to_the_next_reload(
+    scene: Scene, replicas: int | dict[str, int]
+) -> None:
+    manager = await scene.begin(echo("a", replicas=replicas))
+    [old] = manager.replicas()
+    old.change_state("serve")
+    scene.write([echo("a", replicas=replicas, options={"step_s": 0.1})])
+    assert await manager.reload_config() == Accepted("1 replica of a replaced")
+    await settle()
+    assert await manager.reload_config() == Accepted("nothing to change")
+    await settle()
+    _, new = manager.replicas()
+    assert (old.ending, new.ending) == (False, False)
+    new.change_state("serve")
+    await settle()
+    assert (old.ending, new.ending) == (True, False)
+
+
 async def test_new_keys_reach_the_workers_that_go_on(scene: Scene) -> None:
     manager = await scene.begin(echo("a", timeout_s=5.0))
     (worker,) = manager.replicas()
@@ -294,6 +314,24 @@ async def test_what_is_not_loaded_changes_already_or_ends_is_not_restarted(scene
     answer = await manager.restart_model("a", wait=False)
     assert answer == Refused("servekit is shutting down")
     assert scene.told == ["restart of a"]
+
+
+@pytest.mark.parametrize("load", ["on_start", "on_demand"])
+async def test_what_sleeps_on_demand_is_not_restarted(scene: Scene, load: str) -> None:
+    """Its memory may be in use by another model."""
+    manager = await scene.begin(echo("a", load=load))
+    manager.served[0].load(StartReason.from_now("request"))
+    await settle()
+    [replica] = manager.replicas()
+    replica.change_state("serve")
+    replica.change_state("sleep")
+    await settle()
+    answer = await manager.restart_model("a/0", wait=False)
+    if load == "on_start":
+        assert answer == Accepted("a/0 is restarting")
+    else:
+        said = "a/0 is asleep; `servekit unload a` ends it, and a request loads it anew"
+        assert answer == Refused(said)
 
 
 @pytest.mark.parametrize(

@@ -64,9 +64,12 @@ def test_one_that_falls_asleep_keeps_a_part_and_takes_host_memory_now() -> None:
 
 def test_memory_is_given_away_now_or_kept_for_later() -> None:
     view = CapacityView({GPU: 10}, [])
-    view.subtract({GPU: 3, "elsewhere": 1})
-    view.reserve({GPU: 4, "elsewhere": 1})
+    given = replace(model("given", 3, "stopped"), claim={GPU: 3, "elsewhere": 1})
+    waits = replace(given, name="waits", claim={GPU: 4, "elsewhere": 1}, load="on_start")
+    view.subtract(given)
+    view.promise(waits)
     assert (view.now, view.soon) == ({GPU: 7}, {GPU: 3})
+    assert view.promised == [replace(given, tier="coming")], "the other will stay"
 
 
 def test_one_with_its_claim_lacks_what_others_hold_or_what_was_claimed_too_much() -> None:

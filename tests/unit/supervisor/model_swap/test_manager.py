@@ -99,6 +99,23 @@ async def test_a_request_has_its_model_loaded_and_another_evicted_for_it() -> No
     assert (a.told, b.told) == (["unload"], ["load"])
 
 
+async def test_a_replica_that_drains_holds_its_memory_and_will_be_free() -> None:
+    """The scaler gave it up for the model that waits."""
+    a, b = deployment("a", "ready", "ready", memory="40GiB"), deployment("b")
+    a.planned = ((),)
+    stage = Stage(a, b)
+    stage.ask_for("b")
+    stage.residents.update()
+    assert (a.told, b.told) == ([], []), "no other has to go, and none may load yet"
+    assert (
+        stage.told(b).reason
+        == "60.0 GiB needed, 20.0 GiB free; it waits for a model that is unloading"
+    )
+    a.replicas.pop()
+    stage.residents.update()
+    assert (a.told, b.told) == ([], ["load"])
+
+
 async def test_what_gateways_told_before_a_model_went_does_not_bring_it_back() -> None:
     a = deployment("a", "ready")
     stage = Stage(a)
@@ -240,6 +257,47 @@ async def test_a_sleep_that_comes_to_nothing_is_told() -> None:
     answer = await sleeping
     assert isinstance(answer, Refused)
     assert answer.message.startswith("a cannot be asleep: a is failed; only a model that is loaded")
+
+
+async def test_who_waits_is_told_that_another_operator_wants_something_else() -> None:
+    a = deployment("a")
+    stage = Stage(a)
+    loading = asyncio.create_task(stage.reside("a", "load"))
+    await stage.until(a, "coming")
+    assert await stage.reside("a", "unload") == Accepted("a is stopped")
+    said = "something else was asked for meanwhile, and it is stopped"
+    assert await loading == Refused(f"a cannot be loaded: {said}")
+
+
+async def test_who_waits_is_told_that_a_profile_is_without_it() -> None:
+    a = deployment("a")
+    stage = Stage(a)
+    loading = asyncio.create_task(stage.reside("a", "load"))
+    await stage.until(a, "coming")
+    a.left_out = "evening"
+    answer = await loading
+    assert isinstance(answer, Refused) and "something else was asked for" in answer.message
+
+
+async def test_what_was_to_be_loaded_is_not_once_a_profile_is_without_it() -> None:
+    a, b = deployment("a"), deployment("b", "ready")
+    stage = Stage(a, b)
+    stage.ask_for("b", waiting=0, running=1)
+    assert isinstance(await stage.reside("a", "load", wait=False), Accepted)
+    a.left_out = "evening"
+    stage.residents.update()
+    b.have()
+    stage.residents.update()
+    assert a.told == ["try again"], "it would be unloaded at once, and loaded again"
+
+
+async def test_two_operators_may_want_the_same() -> None:
+    a = deployment("a")
+    stage = Stage(a)
+    loading = [asyncio.create_task(stage.reside("a", "load")) for _ in range(2)]
+    await stage.until(a, "coming")
+    a.have("ready")
+    assert await asyncio.gather(*loading) == [Accepted("a is loaded")] * 2
 
 
 async def test_without_waiting_it_is_told_what_has_begun() -> None:

@@ -192,6 +192,21 @@ def test_a_client_may_have_it_loaded_and_say_how_long_it_stays() -> None:
     assert one.residence("", halted=False).stays_s == 60.0
 
 
+@pytest.mark.parametrize(("told_at", "stays_s"), [(5.0, 60.0), (7.0, 0.0)])
+def test_a_clients_word_is_over_once_the_model_has_gone(told_at: float, stays_s: float) -> None:
+    one, deployment = made("ready", idle_unload_s=60.0)
+    one.observe((), 4.0)
+    one.keep_loaded(0.0, min(told_at, 5.0), loads=False)
+    deployment.wanted = False
+    one.observe((), 6.0)
+    assert one.tier == "leaving"
+    if told_at > 6.0:
+        one.keep_loaded(0.0, told_at, loads=False)
+    deployment.have()
+    one.observe((), 8.0)
+    assert one.residence("", halted=False).stays_s == stays_s
+
+
 def test_at_the_end_only_what_will_serve_is_waited_for() -> None:
     one, deployment = made()
     ended = ResidencyStatus("on_demand", "failed", "servekit is shutting down")

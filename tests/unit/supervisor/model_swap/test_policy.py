@@ -180,6 +180,28 @@ def test_what_becomes_free_is_kept_for_who_waits_longest() -> None:
     assert kinds(decide(facts, {PLACE: 4 * GIB}, 100.0)) == [("load", "small")]
 
 
+@pytest.mark.parametrize("large", [12, 10])
+def test_who_waits_for_what_is_kept_for_another_is_not_told_that_it_stays(large: int) -> None:
+    """An operator's load is refused where the others stay."""
+    facts = [model("large", large, waiting_since=50.0), model("small", 2, waiting_since=90.0)]
+    facts += [] if large == 10 else [model("going", 2, "leaving")]
+    decision = decide(facts, {PLACE: 10 * GIB}, 100.0)
+    assert decision.waits["small"].startswith("2.0 GiB needed, 0 B free; it waits for ")
+    assert decision.waits["small"].endswith("large")
+    assert kinds(decision) == ([("load", "large")] if large == 10 else [])
+    facts = [replace(facts[0], load="on_start"), facts[1]]
+    told = decide(facts, {PLACE: large * GIB}, 100.0).waits["small"]
+    assert told.endswith("and the others stay")
+
+
+def test_one_that_is_woken_is_not_stopped_for_the_next_that_waits() -> None:
+    first = model("first", 40, "asleep", waiting_since=50.0, asleep={PLACE: GIB}, busy=True)
+    second = model("second", 41, "asleep", waiting_since=90.0, asleep={PLACE: GIB}, busy=True)
+    decision = decide([first, second], {PLACE: 78 * GIB}, 100.0)
+    assert kinds(decision) == [("wake", "first")]
+    assert decision.waits == {"second": "40.0 GiB needed, 39.0 GiB free; it waits for first"}
+
+
 def test_a_busy_one_has_its_turn_and_then_makes_room() -> None:
     old = model("old", tier="resident", busy=True, since=0.0)
     new = model("new", waiting_since=1.0)
