@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -65,8 +66,9 @@ def find_default(environ: Mapping[str, str]) -> Path:
     """Return servekit.yaml of the working directory, or of the user's configuration folder."""
     places = default_places(environ)
     for path in places:
-        if path.is_file():
-            return path
+        with contextlib.suppress(PermissionError):  # another user's home
+            if path.is_file():
+                return path
     raise ConfigError(
         f"no configuration: neither ./{NAME} nor {places[1]} exists. `servekit up FILE` serves "
         "another file, `servekit up ORG/NAME` a model without a file, and `servekit init` writes "

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -195,3 +198,27 @@ def test_chaos_asks_before_it_kills(tmp_path: Path) -> None:
 def test_the_schema_and_the_metrics_are_printed() -> None:
     assert "models" in json.loads(invoke("schema").stdout)["properties"]
     assert "| `servekit_requests_total` |" in invoke("metrics").stdout
+
+
+#: Runs what follows without root's right to read every folder.
+AS_A_USER = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("engine", "list"), 0, ""),
+        (("key", "ls"), 2, "no configuration: neither ./servekit.yaml nor "),
+    ],
+)
+def test_a_home_of_another_user_holds_nothing(
+    tmp_path: Path, words: tuple[str, ...], code: int, said: str
+) -> None:
+    (home := tmp_path / "home").mkdir(mode=0o000)
+    environ = {"HOME": str(home), "PATH": os.environ["PATH"]}
+    command = [*(AS_A_USER if os.getuid() == 0 else ()), sys.executable, "-m", "servekit", *words]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, said in done.stderr) == (code, True), done.stderr
+    home.chmod(0o700)
