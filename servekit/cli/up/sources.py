@@ -48,6 +48,8 @@ def find_source(
         raise ConfigError(f"give {words[0]} or --config {config}, not both")
     if config is None and len(words) == 1 and is_config(words[0]):
         config, words = Path(words[0]), []
+    if file := next(filter(is_config, words), ""):
+        raise ConfigError(f"{file} is a configuration file: give it alone, without models")
     if words:
         return write_for_models(words, options, environ)
     if flags := options.given():
