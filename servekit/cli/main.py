@@ -7,6 +7,7 @@ an error of the machine, 2 an error of the input, 130 interrupted.
 # No string annotations: typer evaluates each several times, which slows down --help.
 import contextlib
 import errno
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -283,6 +284,8 @@ _LONGEST_NAME = 500
 @contextlib.contextmanager
 def _one_sentence() -> Iterator[None]:
     """Turn our own errors, and those of a user's paths, into a sentence and an exit code."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see `__main__`
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     except ServekitError as error:

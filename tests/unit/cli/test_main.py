@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -222,3 +223,19 @@ def test_a_home_of_another_user_holds_nothing(
     )
     assert (done.returncode, said in done.stderr) == (code, True), done.stderr
     home.chmod(0o700)
+
+
+def test_ctrl_c_during_the_imports_is_silent(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("print('importing', flush=True)\ninput()\n")
+    with subprocess.Popen(
+        [sys.executable, "-m", "servekit", "ps"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"importing\n"
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=30)
+    assert (process.returncode, told) == (-signal.SIGINT, b"")
