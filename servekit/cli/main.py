@@ -201,7 +201,9 @@ def why(
     from servekit.cli.display.tables import print_tables
     from servekit.cli.why import why_tables
 
-    print_tables(*why_tables(answer), *events.earlier_exits(folder, name, answer.model))
+    since, before = events.earlier_exits(folder, name, answer)
+    tables = why_tables(answer, had_others=bool(since))
+    print_tables(*tables, *events.exit_lines(since, before))
 
 
 def reload(run_dir: RunDirectory = None) -> None:
