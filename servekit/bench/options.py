@@ -114,14 +114,19 @@ def parse_target(
         tls=is_tls,
         ca=None if ca is None else str(ca),
         insecure=insecure,
-        key=_read_key(key, environ),
+        key=read_key(key, environ),
     )
 
 
-def _read_key(name: str | None, environ: Mapping[str, str]) -> str | None:
-    """Return the value of the variable. Errors do not repeat the name, which may be a key."""
+def read_key(name: str | None, environ: Mapping[str, str]) -> str | None:
+    """Return the API key in the variable `name`, or in the first of the known ones that is set.
+
+    Raises ConfigError. It repeats no name of a missing variable, which may be a key.
+    """
     if name is None:
-        return next((environ[known] for known in _KEYS if environ.get(known)), None)
+        name = next((known for known in _KEYS if environ.get(known)), None)
+        if name is None:
+            return None
     if not environ.get(name):
         raise ConfigError(
             "--api-key is the name of an environment variable, and there is none of that name: "

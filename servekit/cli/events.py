@@ -4,7 +4,7 @@
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from servekit.event_store import Event, EventFilter
+    from servekit.protocol.messages import Why
 
 _LOOK_EVERY_S = 0.25
 #: Maximum events per query; a follower gets the rest with the next query.
@@ -208,22 +209,27 @@ def post_mortem(folder: Path, name: str, nobody: ServekitError, *, as_json: bool
         _write_event(event, as_json=as_json)
 
 
-def earlier_exits(folder: Path, name: str, model: str) -> "list[Text]":
-    """Return, for `why`, the last exits of a model or process under earlier supervisors."""
-    from rich.text import Text
-
+def earlier_exits(folder: Path, name: str, why: "Why") -> "tuple[list[Event], list[Event]]":
+    """Return the last exits that the answer of `why` lacks: since this start, and before it."""
     from servekit.event_store import EventFilter, newest_events
 
     began = newest_events(folder, EventFilter(kinds=("up",)), 1)
-    about = name if name.startswith(f"{model}/") else model
-    exits = (
-        newest_events(folder, EventFilter(about, kinds=("exit",)), _MOST_EARLIER * 4)
-        if began
-        else []
-    )
-    before = [event for event in exits if event.at < began[0].at][-_MOST_EARLIER:]
-    return (
-        [Text("\nbefore this start of servekit:"), *(format_event(one) for one in before)]
-        if before
-        else []
-    )
+    if not began:
+        return [], []
+    about = name if name.startswith(f"{why.model}/") else why.model
+    exits = newest_events(folder, EventFilter(about, kinds=("exit",)), _MOST_EARLIER * 4)
+    told = {one.pid for replica in why.replicas for one in replica.exits}
+    since = [one for one in exits if one.at >= began[0].at and one.detail.get("pid") not in told]
+    before = [one for one in exits if one.at < began[0].at]
+    return since[-_MOST_EARLIER:], before[-_MOST_EARLIER:]
+
+
+def exit_lines(since: "Sequence[Event]", before: "Sequence[Event]") -> "Iterator[Text]":
+    """Yield the lines of `why` on earlier exits."""
+    from rich.text import Text
+
+    heads = ("since this start of servekit:", since), ("before this start of servekit:", before)
+    for head, exits in heads:
+        if exits:
+            yield Text(f"\n{head}")
+            yield from map(format_event, exits)

@@ -126,6 +126,10 @@ def _replace(path: Path, text: str) -> None:
             file.write_bytes(text.encode())
         load_config(beside)  # a cut that breaks the file must not replace it
         fresh.replace(target)
+    except ConfigError:
+        raise ConfigError(
+            f"{path}: other lines use an anchor (&) of this key's; remove it by hand"
+        ) from None
     except OSError as error:
         raise StartError(f"cannot write {path}: {error.strerror}") from None
     finally:

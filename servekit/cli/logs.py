@@ -93,7 +93,7 @@ def _parse_begin(since: str) -> str:
     if not since:
         return ""
     try:
-        begin = time.time() - parse_duration(since)
+        begin = max(time.time() - parse_duration(since), 0.0)
     except ValueError:
         raise ConfigError(f"{since!r} is not a duration; write 90s, 10m, 2h or 1d") from None
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(begin))

@@ -7,6 +7,7 @@ an error of the machine, 2 an error of the input, 130 interrupted.
 # No string annotations: typer evaluates each several times, which slows down --help.
 import contextlib
 import errno
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -200,7 +201,9 @@ def why(
     from servekit.cli.display.tables import print_tables
     from servekit.cli.why import why_tables
 
-    print_tables(*why_tables(answer), *events.earlier_exits(folder, name, answer.model))
+    since, before = events.earlier_exits(folder, name, answer)
+    tables = why_tables(answer, had_others=bool(since))
+    print_tables(*tables, *events.exit_lines(since, before))
 
 
 def reload(run_dir: RunDirectory = None) -> None:
@@ -283,6 +286,8 @@ _LONGEST_NAME = 500
 @contextlib.contextmanager
 def _one_sentence() -> Iterator[None]:
     """Turn our own errors, and those of a user's paths, into a sentence and an exit code."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see `__main__`
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     except ServekitError as error:

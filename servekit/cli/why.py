@@ -20,9 +20,9 @@ from servekit.sanitize import count_noun, strip_controls
 _FEW_LINES = 3
 
 
-def why_tables(why: Why) -> Sequence[RenderableType]:
-    """Return the whole answer, for a person."""
-    shown: list[RenderableType] = [Text(explain_state(why), style="bold")]
+def why_tables(why: Why, *, had_others: bool = False) -> Sequence[RenderableType]:
+    """Return the whole answer, for a person; `had_others`: processes of before have died."""
+    shown: list[RenderableType] = [Text(explain_state(why, had_others=had_others), style="bold")]
     if why.breaker != "closed":
         shown.append(Text(f"breaker: {strip_controls(why.breaker)}", style="red"))
     if why.scale is not None:
@@ -41,7 +41,7 @@ def why_tables(why: Why) -> Sequence[RenderableType]:
     return shown
 
 
-def explain_state(why: Why) -> str:
+def explain_state(why: Why, *, had_others: bool = False) -> str:
     """Return a sentence with the problem and the next step."""
     last = max((exit_ for r in why.replicas for exit_ in r.exits), key=lambda e: e.at, default=None)
     serving = sum(replica.state == "ready" for replica in why.replicas)
@@ -49,6 +49,8 @@ def explain_state(why: Why) -> str:
     alone = [replica.state for replica in why.replicas if replica.name == why.model]
     stands = alone[0] if alone else f"{serving} of {total} ready"
     head = f"{why.model}: {_standing(why.residence) or stands}"
+    if last is None and had_others:
+        return f"{head}; its deaths since the start are below."
     if last is None:
         return f"{head}; no process of it has died since the start."
     return f"{head}; last death {_ago(last)}: {_sentence(last)} {_advice(why, last)}"

@@ -78,8 +78,9 @@ def check_paths(root: Node) -> Iterator[Problem]:
     A server's command needs one if it has a {path}.
     """
     for i, model in enumerate(_list_items(find_node(root, ("models",)).node)):
-        keys = model.value if isinstance(model.value, dict) else {"path": model}
-        path = keys.get("path")
+        if not isinstance(model.value, dict):
+            continue
+        path = model.value.get("path")
         if (path is None or path.value is None) and _needs_path(plain_value(model)):
             yield missing_key(("models", i, "path"), root, is_written=path is not None)
 
@@ -248,8 +249,8 @@ def check_mcp(config: Config, folder: Path, machine: Machine | None) -> Iterator
         if server.name in names:
             yield Problem((*at, "name"), f"two MCP servers are named '{server.name}'.")
         names.add(server.name)
-        if server.cwd is not None and not paths.resolve_path(str(server.cwd), folder).is_dir():
-            yield Problem((*at, "cwd"), f"{server.cwd} is not a folder.")
+        if server.cwd is not None:
+            yield from _check_folder(str(server.cwd), (*at, "cwd"), folder)
         if server.command and machine is not None:
             program = resolve_mcp_command(server, folder)[0]
             yield from _find_program(program, server.env, (*at, "command"))
@@ -489,15 +490,22 @@ def _check_gpus(config: ModelConfig, gpus: tuple[int | str, ...], at: Place) -> 
 
 
 def check_run_dir(config: Config, folder: Path) -> Iterator[Problem]:
-    if config.run_dir is None:
-        return
+    if config.run_dir is not None:
+        yield from _check_folder(str(config.run_dir), ("run_dir",), folder, is_made=True)
+
+
+def _check_folder(
+    text: str, at: Place, folder: Path, *, is_made: bool = False
+) -> Iterator[Problem]:
+    """Find what is no folder, or out of reach; if it `is_made` by servekit, it may be missing."""
     try:
-        path = paths.resolve_path(str(config.run_dir), folder)
+        path = paths.resolve_path(text, folder)
+        if not path.is_dir() and not (is_made and not path.exists()):
+            yield Problem(at, f"{path} is not a folder.")
     except ValueError as error:
-        yield Problem(("run_dir",), f"{error}.")
-        return
-    if path.exists() and not path.is_dir():
-        yield Problem(("run_dir",), f"{path} is not a folder.")
+        yield Problem(at, f"{error}.")
+    except OSError as error:
+        yield Problem(at, f"{path}: {error.strerror}.")
 
 
 def check_keys(config: Config) -> Iterator[Problem]:

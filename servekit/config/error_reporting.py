@@ -218,9 +218,11 @@ def _hint(node: Node, wanted: list[str], error: ErrorDetails) -> str:
 
 def _suggest_memory(number: float) -> str:
     """Return the advice for memory without a unit: a share up to 1, GiB, or bytes from 1 MiB on."""
+    if not 0 < number < 2**63:
+        return "Write 20GiB, or 40% of the GPU."
     if number >= 2**20:
         return f"Write {number / 2**20:.0f}MiB."
-    if 0 < number <= 1:
+    if number <= 1:
         return f"Write {number * 100:g}%, a share of the GPU, or 20GiB."
     return f"Write {number:g}GiB, or {min(number, 100):g}% of the GPU."
 
@@ -311,4 +313,6 @@ def _purpose(loc: tuple[str | int, ...], root: Node) -> str:
     section = _section(loc[:-1], root)
     docs = read_field_docs(section) if section else {}
     text = " ".join(docs.get(str(loc[-1]), "").split())
+    if text[1:2].isupper():  # PEM, TCP
+        return text
     return (text[:1].lower() + text[1:]) or "it must be written."

@@ -116,8 +116,9 @@ def _find_interpreters(
         try:
             found = environments.find_interpreter(model.python, folder, machine.environ or {})
             environments.read_environment(found)
-        except ValueError as error:
-            problems.append(Problem(("models", index, "python"), f"{error}."))
+        except (ValueError, OSError) as error:
+            said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
+            problems.append(Problem(("models", index, "python"), f"{said}."))
             models[index] = model.model_copy(update={"python": None})
         else:
             models[index] = model.model_copy(update={"python": str(found)})

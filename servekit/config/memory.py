@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_AMOUNT = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[A-Za-z]*|%)")
+_AMOUNT = re.compile(r"(?P<number>[0-9]{1,15}(?:\.[0-9]+)?)\s*(?P<unit>[A-Za-z]*|%)")
 _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
     "kib": 2**10,
     "mib": 2**20,

@@ -24,7 +24,7 @@ _PLAIN = re.compile(r"^\$(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?=/|$)")
 _EXPANDED = {"cwd", "path", "python", "run_dir", "file", "certificate", "host", "url", "library"}
 #: Mappings of MCP servers whose texts may have variables: secrets.
 _EXPANDED_OF_MCP = (("env",), ("headers",))
-_COUNT = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[kKmM])")
+_COUNT = re.compile(r"(?P<number>[0-9]{1,15}(?:\.[0-9]+)?)\s*(?P<unit>[kKmM])")
 _BINARY = {"k": 2**10, "m": 2**20}
 _DECIMAL = {"k": 10**3, "m": 10**6}
 #: Keys with a number of tokens, and what k and m are there.

@@ -123,7 +123,7 @@ def test_what_goes_wrong_is_a_sentence_with_the_next_step(instance: Instance) ->
         (("why", "badd"), "did you mean 'bad'?"),
         (("load", "badd"), "did you mean 'bad'?"),
         (("chat", "nobody"), "the models are: a, b, bad, alpha"),
-        (("chat", "a", "--api-key", "NO_SUCH_VARIABLE"), "NO_SUCH_VARIABLE"),
+        (("chat", "a", "--api-key", "NO_SUCH_VARIABLE"), "name of an environment variable"),
     ):
         done = cli(instance, *args, input="hi")
         assert done.returncode in (1, 2), args
@@ -217,6 +217,18 @@ def test_top_shows_load_a_death_and_another_size(instance: Instance, tmp_path: P
     assert "Traceback" not in shown.text
 
 
+def test_top_leaves_the_screen_to_the_shell_on_ctrl_z(instance: Instance, tmp_path: Path) -> None:
+    with terminal(tmp_path, instance, "top") as shown:
+        shown.until("q quit")
+        # there is no shell here, so that the kernel lets it go on at once
+        shown.type("\x1a")
+        until(shown, "it is back", lambda: shown.raw.count(ENTERS_SCREEN) == 2)
+        assert shown.raw.count(LEAVES_SCREEN) == 1
+        assert "\x1b[?25h" in shown.raw.rpartition(ENTERS_SCREEN)[0], "with a cursor"
+        shown.type("q")
+        assert shown.wait() == 0
+
+
 def sized(lines: list[str], rows: int, columns: int) -> bool:
     return len(lines) == rows and max(map(len, lines)) <= columns and "q quit" in lines[-1]
 
@@ -247,6 +259,10 @@ def test_a_chat_in_a_terminal(instance: Instance, tmp_path: Path) -> None:
         shown.type("\x03")
         shown.until(" …")
         instance.until("its worker is free", lambda: not busy(instance))
+        shown.type("b\udcffd\n")  # a byte that is not UTF-8
+        shown.until("b\ufffddb\ufffdd")
+        shown.type("\x03")
+        instance.until("its worker is free", lambda: not busy(instance))
         shown.type("/help\n")
         shown.until("Ctrl-D quits;")
         shown.type("/system be kind\n/system\n")
@@ -259,7 +275,7 @@ def test_a_chat_in_a_terminal(instance: Instance, tmp_path: Path) -> None:
         assert shown.wait() == 0
     assert "Traceback" not in shown.text
     kept = tmp_path / "servekit" / "chat_history"
-    assert "/system be kind" in kept.read_text()
+    assert "/system be kind" in kept.read_text(errors="replace")
     assert kept.stat().st_mode & 0o777 == 0o600
 
 

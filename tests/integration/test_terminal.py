@@ -50,7 +50,7 @@ class Terminal:
         return ESCAPES.sub("", self.raw)
 
     def type(self, keys: str) -> None:
-        os.write(self._fd, keys.encode())
+        os.write(self._fd, keys.encode(errors="surrogateescape"))
 
     def until(self, words: str, within_s: float = 30.0) -> None:
         deadline = time.monotonic() + within_s

@@ -5,6 +5,7 @@ Control characters in the model's output are shown as pictures: it cannot move t
 
 # No string annotations: typer evaluates each several times, which slows down --help.
 import contextlib
+import io
 import os
 import sys
 import time
@@ -95,13 +96,13 @@ def chat(
     given = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
     parameters = {key: value for key, value in given.items() if value is not None}
     at = url or _find_running_url(run_dir)
-    with _make_client(at, _read_api_key(api_key), ca, insecure=insecure) as client:
+    with _make_client(at, api_key, ca, insecure=insecure) as client:
         _converse(client, model, parameters, system, verbose=verbose)
 
 
 def talk_to(model: str, run_dir: Path, system: str) -> None:
     """Talk to a model of the instance in a run directory."""
-    with _make_client(_find_running_url(run_dir), _read_api_key(None), None, insecure=False) as it:
+    with _make_client(_find_running_url(run_dir), None, None, insecure=False) as it:
         _converse(it, model, {}, system)
 
 
@@ -115,7 +116,12 @@ def _converse(
 ) -> None:
     from servekit.cli.chat.stream import ChatParameters, list_models
 
-    question = "" if sys.stdin.isatty() else read_question(sys.stdin.read())
+    if sys.stdin.isatty():
+        question = ""
+        if isinstance(sys.stdin, io.TextIOWrapper):  # what no message can carry ends no talk
+            sys.stdin.reconfigure(errors="replace")
+    else:
+        question = read_question(sys.stdin.buffer.read())
     if not model:
         models = list_models(client)
         if not models:
@@ -141,18 +147,15 @@ def _find_running_url(run_dir: Path | None) -> str:
     return f"{url}/v1"
 
 
-def _read_api_key(name: str | None) -> str:
-    """Return the API key from a variable given by name: a command line is visible to everybody."""
-    if name is not None and not os.environ.get(name):
-        raise ConfigError(f"the environment variable {name} is not set; --api-key names one")
-    names = (name,) if name is not None else ("SERVEKIT_API_KEY", "OPENAI_API_KEY")
-    return next((os.environ[one] for one in names if os.environ.get(one)), "")
-
-
-def _make_client(url: str, key: str, ca: Path | None, *, insecure: bool) -> "httpx.Client":
+def _make_client(
+    url: str, api_key: str | None, ca: Path | None, *, insecure: bool
+) -> "httpx.Client":
+    """Return a client that sends the key in the variable `api_key`, or in a known one."""
     import ssl
 
     import httpx
+
+    from servekit.bench.options import read_key
 
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"--url {url}: the URL must begin with http:// or https://")
@@ -162,13 +165,19 @@ def _make_client(url: str, key: str, ca: Path | None, *, insecure: bool) -> "htt
             verify = ssl.create_default_context(cafile=ca)
         except OSError as error:
             raise ConfigError(f"--ca {ca}: {error.strerror or error}") from None
+    key = read_key(api_key, os.environ)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     timeout = httpx.Timeout(None, connect=_CONNECT_S)
     return httpx.Client(base_url=url, headers=headers, timeout=timeout, verify=verify)
 
 
-def read_question(text: str) -> str:
+def read_question(data: bytes) -> str:
     """Return a piped question without the end of its last line, which `echo` adds."""
+    try:
+        text = data.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        said = f"the question is not UTF-8 text (byte 0x{data[error.start]:02x})"
+        raise ConfigError(said) from None
     if not text.strip():
         raise ConfigError("no question: the input is empty")
     return text.rstrip("\r\n")
@@ -350,6 +359,8 @@ def _set_parameter(talk: Talk, text: str) -> str:
         return f"/set knows system, verbose, quiet, {', '.join(_PARAMETERS)}"
     try:
         number = _PARAMETERS[name](value) if value.strip() else None
+        if number is not None and not -(2**63) <= number < 2**63:  # no JSON has NaN
+            raise ValueError(number)
     except ValueError:
         return f"{name} is a number, not {value.strip()!r}"
     talk.asked.parameters.pop(name, None)

@@ -208,10 +208,13 @@ def _find_path(
     """
     from servekit.cli.init.config_template import DEMO
     from servekit.config import paths
+    from servekit.config.checks import find_engine_kind
 
     models = _read_models(config, None if config is not None else _read_status(run_dir))
     for one in models:
         if model in one.names:
+            if not one.path or find_engine_kind(one).is_remote:
+                raise ConfigError(f"{one.name} has no files here: its engine is {one.engine}")
             return one.path, revision or one.revision
     if model == "demo":
         return DEMO, None
@@ -253,9 +256,13 @@ def rm(
 
 
 def _refuse_in_use(source: str, run_dir: Path | None) -> None:
+    """Raise StartError if an instance serves a model from these files."""
     from servekit.cli.model_files import disk
+    from servekit.supervisor.process.instances import list_instances
 
-    status = _read_status(run_dir)
-    for model in _read_models(None, status) if status is not None else ():
-        if disk.source_of(model.path) == source:
-            raise StartError(f"the running instance serves {model.name} from {source}")
+    folders = {one.run_dir for one in list_instances()} | ({run_dir} if run_dir else set())
+    for folder in sorted(folders):
+        status = _read_status(folder)
+        for model in status.models if status is not None else ():
+            if disk.source_of(model.path) == source:
+                raise StartError(f"the instance in {folder} serves {model.name} from {source}")

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import termios
+import threading
 import time
 import tty
 from collections.abc import Iterator
@@ -117,11 +118,32 @@ def _open_screen(console: Console) -> Iterator[_Screen]:
     loop = asyncio.get_running_loop()
     screen = _Screen(console)
     loop.add_signal_handler(signal.SIGWINCH, screen.draw)
+    loop.add_signal_handler(signal.SIGTSTP, _suspend, screen)
     try:
         with screen.live:
             yield screen
     finally:
+        loop.remove_signal_handler(signal.SIGTSTP)
         loop.remove_signal_handler(signal.SIGWINCH)
+
+
+def _suspend(screen: _Screen) -> None:
+    """Give the terminal back, and stop, as Ctrl-Z asks; go on where the shell says so."""
+    loop, fd, ours = asyncio.get_running_loop(), sys.stdin.fileno(), None
+    with contextlib.suppress(termios.error):
+        ours = termios.tcgetattr(fd)
+        shells = [*ours]
+        shells[3] |= termios.ICANON | termios.ECHO
+        termios.tcsetattr(fd, termios.TCSADRAIN, shells)
+    screen.live.stop()
+    loop.remove_signal_handler(signal.SIGTSTP)
+    signal.pthread_kill(threading.get_ident(), signal.SIGTSTP)  # stops right here
+    loop.add_signal_handler(signal.SIGTSTP, _suspend, screen)
+    if ours is not None:
+        with contextlib.suppress(termios.error):
+            termios.tcsetattr(fd, termios.TCSADRAIN, ours)
+    screen.live.start()
+    screen.draw()
 
 
 @contextlib.contextmanager

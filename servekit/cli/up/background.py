@@ -115,7 +115,10 @@ class Background:
 
 def _environment() -> dict[str, str]:
     """Return our environment without the options of `up`, which the command line states."""
-    ours = ("SERVEKIT_UP_", "SERVEKIT_PORT", "SERVEKIT_HOST", "SERVEKIT_LOG_FORMAT")
+    ours = (
+        *("SERVEKIT_UP_", "SERVEKIT_PORT", "SERVEKIT_HOST"),
+        *("SERVEKIT_LOG_FORMAT", "SERVEKIT_PROFILE"),
+    )
     return {name: value for name, value in os.environ.items() if not name.startswith(ours)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -47,6 +48,8 @@ def find_source(
         raise ConfigError(f"give {words[0]} or --config {config}, not both")
     if config is None and len(words) == 1 and is_config(words[0]):
         config, words = Path(words[0]), []
+    if file := next(filter(is_config, words), ""):
+        raise ConfigError(f"{file} is a configuration file: give it alone, without models")
     if words:
         return write_for_models(words, options, environ)
     if flags := options.given():
@@ -65,8 +68,9 @@ def find_default(environ: Mapping[str, str]) -> Path:
     """Return servekit.yaml of the working directory, or of the user's configuration folder."""
     places = default_places(environ)
     for path in places:
-        if path.is_file():
-            return path
+        with contextlib.suppress(PermissionError):  # another user's home
+            if path.is_file():
+                return path
     raise ConfigError(
         f"no configuration: neither ./{NAME} nor {places[1]} exists. `servekit up FILE` serves "
         "another file, `servekit up ORG/NAME` a model without a file, and `servekit init` writes "

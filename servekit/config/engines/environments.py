@@ -185,7 +185,11 @@ def list_environments(environ: Mapping[str, str]) -> Iterator[tuple[Path, Enviro
 
     Of an environment that cannot be used, a sentence stands in its place.
     """
-    for folder in sorted(find_engines_folder(environ).glob("[!.]*")):
+    try:
+        folders = sorted(find_engines_folder(environ).glob("[!.]*"))
+    except PermissionError:  # another user's home: nothing there can be used
+        return
+    for folder in folders:
         try:
             if not (folder / MANIFEST).is_file():
                 raise ValueError("it is not finished: remove it, or install it again")

@@ -96,6 +96,8 @@ def test_a_key_on_the_command_line_is_refused_and_not_repeated() -> None:
     assert "sk-very-secret" not in error.value.message
     with pytest.raises(ConfigError, match="characters"):
         target("a:1", key="BAD", environ={"BAD": "a\r\nhost: b"})
+    with pytest.raises(ConfigError, match="the key in SERVEKIT_API_KEY has characters"):
+        target("a:1", environ={"SERVEKIT_API_KEY": "sk-mine\n"})
 
 
 def test_an_authority_must_be_there(tmp_path: Path) -> None:

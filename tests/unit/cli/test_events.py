@@ -17,9 +17,10 @@ from msgspec.structs import replace
 from servekit.cli import events
 from servekit.errors import NobodyRuns, StartError
 from servekit.event_store import FILE, TABLE, Event, EventFilter, event_of_row
-from servekit.protocol.messages import Why
+from servekit.protocol.messages import ReplicaHistory, Why
 from tests.polling import poll
 from tests.unit.cli.instance import invoke, listening, make_model, make_status
+from tests.unit.cli.test_why import EXIT
 
 NOW = time.time()
 
@@ -229,18 +230,32 @@ def test_a_model_that_has_not_died_is_not_told_of(folder: Path) -> None:
 
 def test_a_running_instance_tells_the_exits_under_supervisors_before(tmp_path: Path) -> None:
     write(tmp_path, event(900, "up"), *(dead(800 - n, what=f"death {n}") for n in range(7)))
-    write(tmp_path, dead(700, "m/1", "other worker"), event(600, "up"), dead(500, what="new"))
-    lines = [line.plain for line in events.earlier_exits(tmp_path, "m/0", "m")]
-    assert lines[0] == "\nbefore this start of servekit:"
-    assert [line.split("death ")[1][0] for line in lines[1:]] == ["2", "3", "4", "5", "6"]
-    of_all = [line.plain for line in events.earlier_exits(tmp_path, "alias", "m")]
-    assert "other worker" in of_all[-1] and len(of_all) == 6
-    with listening(tmp_path, lambda message: Why("m", "closed", ())):
+    write(tmp_path, dead(700, "m/1", "other worker"), event(600, "up"))
+    write(tmp_path, dead(500, what="new", pid=EXIT.pid))
+    answer = Why("m", "closed", (ReplicaHistory("m/0", "ready", "", 1, None, (EXIT,)),))
+    since, before = events.earlier_exits(tmp_path, "m/0", answer)
+    assert since == []
+    assert [one.what for one in before] == [f"death {n}" for n in range(2, 7)]
+    _, of_all = events.earlier_exits(tmp_path, "alias", answer)
+    assert of_all[-1].what == "other worker" and len(of_all) == 5
+    with listening(tmp_path, lambda message: answer):
         shown = invoke("why", "m/0", run_dir=tmp_path).stdout
     assert "before this start of servekit:" in shown and "new" not in shown
 
 
+def test_deaths_of_workers_that_were_replaced_since_are_told(tmp_path: Path) -> None:
+    write(tmp_path, event(600, "up"), dead(500, what="out of memory", pid=EXIT.pid + 1))
+    answer = Why("m", "closed", (ReplicaHistory("m/1", "ready", "", 0, None, ()),))
+    with listening(tmp_path, lambda message: answer):
+        shown = invoke("why", "m", run_dir=tmp_path).stdout
+    assert shown.startswith("m: 1 of 1 ready; its deaths since the start are below.\n")
+    head, line = shown.splitlines()[-2:]
+    assert head == "since this start of servekit:"
+    assert "out of memory" in line
+
+
 def test_a_first_supervisor_has_none_before_it(folder: Path) -> None:
     write(folder, dead(50))
-    assert events.earlier_exits(folder, "m", "m") == []
-    assert events.earlier_exits(folder / "none", "m", "m") == []
+    answer = Why("m", "closed", ())
+    assert events.earlier_exits(folder, "m", answer)[1] == []
+    assert events.earlier_exits(folder / "none", "m", answer) == ([], [])

@@ -90,3 +90,10 @@ def test_an_unknown_key_and_one_in_brackets_are_sentences(file: Path) -> None:
     code, out = run("rm", "x", "-c", file)
     assert code == 2
     assert "by hand" in out
+    file.write_text(
+        f"models: [{{name: a, engine: echo}}]\nkeys:\n- &x\n  name: x\n  hash: sk-x-{HASH}\n"
+        f"- <<: *x\n  name: y\n  hash: sk-y-{HASH}\n"
+    )
+    code, out = run("rm", "x", "-c", file)
+    said = f"{file}: other lines use an anchor (&) of this key's; remove it by hand\n"
+    assert (code, out) == (2, said)

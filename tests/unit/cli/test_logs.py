@@ -53,6 +53,7 @@ def test_all_processes_are_merged_by_time(folder: Path) -> None:
         (["--worker", "m/1"], ["two"]),
         (["m/1", "-w", "m/1"], ["two"]),
         (["--since", "1h"], ["two", "three", "four"]),
+        (["--since", "9999999999999d"], ["one", "two", "three", "four"]),
         (["--since", "90s"], ["three", "four"]),
         (["-n", "2"], ["three", "four"]),
         (["--tail", "2", "m"], ["two", "three"]),

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -195,3 +199,43 @@ def test_chaos_asks_before_it_kills(tmp_path: Path) -> None:
 def test_the_schema_and_the_metrics_are_printed() -> None:
     assert "models" in json.loads(invoke("schema").stdout)["properties"]
     assert "| `servekit_requests_total` |" in invoke("metrics").stdout
+
+
+#: Runs what follows without root's right to read every folder.
+AS_A_USER = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("engine", "list"), 0, ""),
+        (("key", "ls"), 2, "no configuration: neither ./servekit.yaml nor "),
+    ],
+)
+def test_a_home_of_another_user_holds_nothing(
+    tmp_path: Path, words: tuple[str, ...], code: int, said: str
+) -> None:
+    (home := tmp_path / "home").mkdir(mode=0o000)
+    environ = {"HOME": str(home), "PATH": os.environ["PATH"]}
+    command = [*(AS_A_USER if os.getuid() == 0 else ()), sys.executable, "-m", "servekit", *words]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, said in done.stderr) == (code, True), done.stderr
+    home.chmod(0o700)
+
+
+def test_ctrl_c_during_the_imports_is_silent(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("print('importing', flush=True)\ninput()\n")
+    with subprocess.Popen(
+        [sys.executable, "-m", "servekit", "ps"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"importing\n"
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=30)
+    assert (process.returncode, told) == (-signal.SIGINT, b"")

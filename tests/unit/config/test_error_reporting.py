@@ -80,6 +80,8 @@ def test_each_pattern_of_the_file_has_words() -> None:
         ("memory: 1.5", "the number 1.5. Write 1.5GiB, or 1.5% of the GPU."),
         ("memory: 100", "the number 100. Write 100GiB, or 100% of the GPU."),
         ("memory: 150", "the number 150. Write 150GiB, or 100% of the GPU."),
+        ("memory: -1", "the number -1. Write 20GiB, or 40% of the GPU."),
+        ("memory: .inf", "the number .inf. Write 20GiB, or 40% of the GPU."),
         ("revision: 12", 'must be text, but is the number 12. Put it in quotes: "12".'),
         ("revision: [v1]", "must be text, but is a list."),
         ("revision: {v: 1}", "must be text, but is a mapping."),
@@ -176,6 +178,8 @@ def test_a_section_that_is_not_there_is_told_with_what_it_must_have(tmp_path: Pa
     assert said.startswith("models[0].options: missing; it must have 'url': ")
     said = told(tmp_path, "options: {}", "tracing: {}\n")
     assert said.startswith("tracing.endpoint: missing; ")
+    said = told(tmp_path, "options: {}", "server: {tls: {certificate: c.pem}}\n")
+    assert said.startswith("server.tls.key: missing; PEM file with its private key")
 
 
 def test_a_key_itself_is_not_written_into_the_file(tmp_path: Path) -> None:

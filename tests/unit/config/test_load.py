@@ -103,6 +103,7 @@ FILES = [
     ("models:\n", ":1:8: models: has no value; the models to serve."),
     ("models: {name: a, path: b/c}", ":1:9: models: must be a list, but is a mapping."),
     ("models: [x]", ":1:10: models[0]: must be a mapping of key: value, but is the text 'x'."),
+    ("models:\n  -\n", ":2:4: models[0]: must be a mapping of key: value, but is empty."),
     ("models: [{path: b/c}]", ":1:10: models[0].name: missing; the name requests use."),
     ("logging:\n  level: x", ":2:3: logging.level: unknown key. Valid here: "),
     ("server:\n  tls: {cert: x}", "server.tls.cert: unknown key. Valid here: certificate, key."),
@@ -300,6 +301,22 @@ def test_a_path_may_be_missing_where_none_is_used(tmp_path: Path, keys: str, sai
         assert said in found
     else:
         assert load_config(path).models[0].path == ""
+
+
+@pytest.mark.parametrize(
+    ("more", "place"),
+    [
+        ("run_dir: NAME", ":2:10: run_dir: "),
+        ("server: {mcp: [{name: m, command: [ls], cwd: NAME}]}", ":2:46: server.mcp[0].cwd: "),
+    ],
+)
+def test_a_folder_that_the_system_refuses_is_told_at_its_place(
+    tmp_path: Path, more: str, place: str
+) -> None:
+    text = f"models: [{{name: a, engine: echo}}]\n{more.replace('NAME', 'n' * 300)}\n"
+    [said] = complaints(write(tmp_path, text))
+    assert said.startswith(place)
+    assert said.endswith(": File name too long.")
 
 
 def test_an_address_of_the_hub_is_a_hub_id_and_its_revision(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ def test_amounts(text: str, amount: float, is_share: bool) -> None:
         ("GiB", "is not an amount of memory"),
         ("-1GiB", "is not an amount of memory"),
         ("1e3MB", "is not an amount of memory"),
+        ("9" * 400 + "GiB", "is not an amount of memory"),
         ("0GiB", "more than 0 bytes"),
         ("0%", "over 0% and at most 100%"),
         ("100.1%", "over 0% and at most 100%"),

@@ -51,6 +51,7 @@ keys: [{name: k, environment: K, tokens_per_minute: 4k, monthly_tokens: 2.5M}]
         ("idle_unload_s: '300'", "Leave out the quotes"),
         ("max_context: many", "must be a whole number"),
         ("max_context: 4g", "must be a whole number"),
+        (f"max_context: {'9' * 400}k", "must be a whole number"),
         ("timeout_s: 0m", "must be more than 0"),
     ],
 )

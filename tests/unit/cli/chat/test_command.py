@@ -8,6 +8,7 @@ import pytest
 from servekit.cli.chat.command import Talk, read_question, run_command, strip_quotes
 from servekit.cli.chat.stream import ChatParameters
 from servekit.errors import ConfigError
+from tests.unit.cli.instance import invoke
 
 
 @pytest.fixture
@@ -22,6 +23,7 @@ def talk() -> Talk:
         ("/set parameter num_predict 10", "max_tokens: 10"),
         ("/set seed", "seed: the default"),
         ("/set top_p much", "top_p is a number, not 'much'"),
+        ("/set temperature nan", "temperature is a number, not 'nan'"),
         ("/set mirostat 1", "/set knows system, verbose, quiet, temperature"),
         ("/set system You are terse.", "new chat"),
         ("/load b", "b: new chat"),
@@ -37,10 +39,22 @@ def test_commands_answer(
 
 
 def test_a_piped_question_has_no_end_of_line() -> None:
-    assert read_question("Which city?\n") == "Which city?"
-    assert read_question("  a\n\nb\r\n\n") == "  a\n\nb"
+    assert read_question(b"Which city?\n") == "Which city?"
+    assert read_question(b"  a\r\n\nb\r\n\n") == "  a\n\nb"
     with pytest.raises(ConfigError, match="the input is empty"):
-        read_question(" \n")
+        read_question(b" \n")
+    with pytest.raises(ConfigError, match=r"not UTF-8 text \(byte 0xe4\)"):
+        read_question("ähm".encode("latin-1"))
+
+
+@pytest.mark.parametrize("key", ["sk-secret\r", "sk-secret\u00e4"])
+def test_a_key_that_no_header_can_have_is_told_and_not_shown(
+    monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("SERVEKIT_API_KEY", key)
+    done = invoke("chat", "--url", "http://127.0.0.1:1/v1")
+    said = "the key in SERVEKIT_API_KEY has characters that no key can have\n"
+    assert (done.exit_code, done.stderr) == (2, said)
 
 
 def test_show_has_what_was_set(talk: Talk, capsys: pytest.CaptureFixture[str]) -> None:

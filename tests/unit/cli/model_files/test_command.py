@@ -16,6 +16,7 @@ from servekit.protocol.messages import Status
 from servekit.protocol.residency import ResidencyStatus
 from tests.unit.cli.instance import invoke, listening, make_model, make_replica, make_status
 from tests.unit.cli.model_files.test_disk import environ, fill
+from tests.unit.cli.up.test_background import holding
 
 CONFIG = """
 models:
@@ -56,9 +57,9 @@ def list_rows(*options: object) -> list[dict[str, Any]]:
     return found
 
 
-def serving(config: Path, *states: str) -> Status:
+def serving(config: Path, *states: str, path: str = "org/name") -> Status:
     replicas = [make_replica(f"a/{n}", state) for n, state in enumerate(states)]  # type: ignore[arg-type]
-    model = replace(make_model("a"), replicas=tuple(replicas))
+    model = replace(make_model("a"), path=path, replicas=tuple(replicas))
     return replace(make_status(model), config=str(config))
 
 
@@ -175,6 +176,21 @@ def test_a_word_that_is_neither_is_told_with_the_models_of_the_file(config: Path
     assert "the file's models" not in error.value.message
 
 
+@pytest.mark.parametrize("words", [("pull",), ("rm", "--yes")])
+@pytest.mark.parametrize(
+    "keys",
+    ["engine: echo", "engine: openai, path: org/name, options: {url: 'http://127.0.0.1/v1'}"],
+)
+def test_a_model_without_files_here_has_none_to_fetch_or_remove(
+    config: Path, words: tuple[str, ...], keys: str
+) -> None:
+    config.write_text(f"models: [{{name: r, {keys}}}]")
+    done = invoke(*words, "r", "-c", config)
+    engine = keys.split(",")[0].removeprefix("engine: ")
+    said = f"r has no files here: its engine is {engine}\n"
+    assert (done.exit_code, done.stderr) == (2, said)
+
+
 def test_a_folder_need_not_be_fetched(config: Path, tmp_path: Path) -> None:
     done = invoke("pull", tmp_path / "here", "-c", config)
     assert done.exit_code == 2
@@ -238,7 +254,19 @@ def test_rm_spares_what_is_being_served(config: Path, run_dir: Path) -> None:
     with listening(run_dir, lambda message: None, serving(config, "ready")):
         done = invoke("rm", "org/name", "--yes", "--run-dir", run_dir)
         other = invoke("rm", "pkg==1.0", "--yes", "--run-dir", run_dir)
-    said = "the running instance serves a from org/name\n"
+    said = f"the instance in {run_dir} serves a from org/name\n"
     assert (done.exit_code, done.stderr) == (1, said)
     assert other.exit_code == 0
     assert list_rows("-c", config)[0]["size_bytes"]
+
+
+def test_rm_spares_what_any_instance_serves(config: Path, tmp_path: Path, run_dir: Path) -> None:
+    (second := tmp_path / "second").mkdir()
+    with (
+        listening(run_dir, lambda message: None, serving(config, "ready", path="org/other")),
+        listening(second, lambda message: None, serving(config, "ready")),
+        holding(second),
+    ):
+        done = invoke("rm", "org/name", "--yes", "--run-dir", run_dir)
+    said = f"the instance in {second} serves a from org/name\n"
+    assert (done.exit_code, done.stderr) == (1, said)

@@ -103,7 +103,10 @@ def test_stop_waits_until_it_is_gone(tmp_path: Path, log: Path) -> None:
 
 
 def test_options_of_up_are_not_taken_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("SERVEKIT_UP_NAME", "SERVEKIT_PORT", "SERVEKIT_HOST", "SERVEKIT_LOG_FORMAT")
+    names = (
+        *("SERVEKIT_UP_NAME", "SERVEKIT_PORT", "SERVEKIT_HOST"),
+        *("SERVEKIT_LOG_FORMAT", "SERVEKIT_PROFILE"),
+    )
     for name in (*names, "SERVEKIT_API_KEY"):
         monkeypatch.setenv(name, "x")
     left = background._environment()

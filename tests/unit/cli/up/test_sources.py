@@ -79,6 +79,7 @@ def test_an_address_keeps_its_revision(tmp_path: Path) -> None:
         (["nonsense"], {}, "neither a hub id .* a configuration file ends in .yaml"),
         (["a/b", "c/b"], {}, "two of these models would be called 'b'"),
         (["a/b", "c/d"], {"name": "x"}, "--name is for one model"),
+        (["a/b", "f.yaml"], {}, "f.yaml is a configuration file: give it alone"),
         (["f.yaml"], {"gpus": "0"}, "--gpus is for models that are named here"),
         ([], {"max_context": 16}, "--max-context is for models"),
         (["f.yaml"], {"config": Path("g.yaml")}, "not both"),

@@ -154,6 +154,7 @@ def test_a_file_is_resolved_to_the_environments_of_its_models(
     ("section", "expected"),
     [
         ("engine: echo, python: ./nowhere", "there is no Python interpreter"),
+        (f"engine: echo, python: ./{'n' * 300}", "nnn: File name too long."),
         ("engine: echo, python: ./env", "-m pip install 'msgspec>=0.19'"),
         ("engine: llamacpp, path: ./m.gguf, python: ./env", "install 'xllamacpp' 'numpy' 'gguf"),
         (
