@@ -72,6 +72,8 @@ STEP_S = 0.1
 LAST_WORDS_S = 1.0
 #: The equivalent of STEP_S when the engine is idle: a step that began with the request may be long.
 IDLE_S = 1.0
+#: Last tokens of a prompt that are decoded before the tokens that follow it: enough for some text.
+_TOKENS_BEFORE = 8
 #: Number of adapter requests recorded before ended ones are pruned.
 ADAPTED = 256
 
@@ -300,7 +302,7 @@ class Runner:
             )
         if asked != limit:
             params = replace(params, max_tokens=limit)
-        self._tasks[job_id] = task = self._begin_output(peer, request, len(ids))
+        self._tasks[job_id] = task = self._begin_output(peer, request, ids)
         if params.echo or params.prompt_logprobs is not None:
             told = self._text_of(ids) if params.echo else ""
             task.prompt = Prompt(told)
@@ -334,16 +336,19 @@ class Runner:
         engine.ask(TextJob(job_id, request))
 
     def _begin_output(
-        self, peer: GatewayConnection, request: Generate, prompt_tokens: int
+        self, peer: GatewayConnection, request: Generate, prompt_ids: list[int]
     ) -> OutputState:
-        params, decoder = request.params, self._make_decoder(request)
+        params, decoder, count = request.params, self._make_decoder(request), len(prompt_ids)
+        if request.messages is None or request.continues:
+            # The text goes on in that of the prompt, so that a space at its beginning counts.
+            decoder.push(prompt_ids[-_TOKENS_BEFORE:])
         if params.max_tokens == 0:
-            return SilentTask(peer, request, prompt_tokens, TextStream(decoder, ()))
+            return SilentTask(peer, request, count, TextStream(decoder, ()))
         if params.logprobs is None or not params.stop:
             text = TextStream(decoder, params.stop, request.sent_chars, params.include_stop)
-            return OutputState(peer, request, prompt_tokens, text)
+            return OutputState(peer, request, count, text)
         counted = CountedText(decoder, params.stop, request.sent_chars, params.include_stop)
-        return ScoredTask(peer, request, prompt_tokens, counted)
+        return ScoredTask(peer, request, count, counted)
 
     def _text_of(self, ids: list[int]) -> str:
         decoder = self.engine.codec.decoder()

@@ -315,12 +315,16 @@ class OpenAIEngine(TextEngine):
 
 
 def _read_address(options: dict[str, Any]) -> Address:
-    """Return the configured address. Raises LoadError if the key is not set."""
+    """Return the configured address. Raises LoadError without a key that can be sent."""
     key, name = "", options.get("key_environment")
     if name is not None:
         key = os.environ.get(name, "").strip()
         if not key:
             raise LoadError(f"the variable {name}, which holds the key to it, is not set")
+        if not (key.isascii() and key.isprintable()):  # httpx would quote it in its error
+            raise LoadError(
+                f"the variable {name}, which holds the key to it, is more than a line of ASCII"
+            )
     return Address(
         url=options["url"].rstrip("/"),
         key=key,

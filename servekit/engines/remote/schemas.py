@@ -96,19 +96,26 @@ def convert_logprobs(given: Any) -> list[TokenLogprob]:
 
 def _chat_logprob(one: dict[str, Any]) -> TokenLogprob:
     best = tuple(
-        (_token_bytes(top), float(top["logprob"])) for top in one.get("top_logprobs") or ()
+        (_token_bytes(top), _finite_number(top["logprob"])) for top in one.get("top_logprobs") or ()
     )
-    return TokenLogprob(_token_bytes(one), float(one["logprob"]), best)
+    return TokenLogprob(_token_bytes(one), _finite_number(one["logprob"]), best)
 
 
 def _token_bytes(one: dict[str, Any]) -> bytes:
     raw = one.get("bytes")
-    return bytes(raw) if raw is not None else one["token"].encode()
+    # `[*raw]`, as bytes of a number are as many zeros
+    return bytes([*raw]) if raw is not None else one["token"].encode()
+
+
+def _finite_number(given: Any) -> float:
+    if not math.isfinite(number := float(given)):  # JSON has no NaN: clients would read null
+        raise ValueError
+    return number
 
 
 def _plain_scored(token: str, logprob: float | None, best: dict[str, float] | None) -> TokenLogprob:
-    ranked = tuple((text.encode(), float(value)) for text, value in (best or {}).items())
-    return TokenLogprob(token.encode(), float(logprob or 0.0), ranked)
+    ranked = tuple((text.encode(), _finite_number(value)) for text, value in (best or {}).items())
+    return TokenLogprob(token.encode(), _finite_number(logprob or 0.0), ranked)
 
 
 # ---------------------------------------------------------------- embeddings

@@ -22,6 +22,7 @@ from transformers.utils import logging as library_logging
 from servekit.engines.api.base import Report
 from servekit.engines.model_files.model_kind import ModelKind
 from servekit.engines.transformers import quantize
+from servekit.engines.transformers.batching.kv_cache import context_of
 from servekit.engines.transformers.sleep import device_memory
 from servekit.engines.transformers.tensor_parallel import plan
 from servekit.errors import LoadError
@@ -104,6 +105,8 @@ def load_model(
             " all; the library would go on with random weights."
         )
     _require_devices(model, spec, device)
+    if kind in ("generate", "see"):
+        _fix_rotary_factors(model, spec)
     if plan.over_ranks(spec):
         model._device_mesh = None  # otherwise the library's batching would schedule in every rank
     model.eval()  # type: ignore[no-untyped-call]  # the library leaves it untyped
@@ -122,6 +125,27 @@ def _require_devices(
         raise LoadError(
             f"Parameters of {spec.model} landed on {', '.join(strays)}, not {', '.join(wanted)}."
         )
+
+
+@torch.no_grad()
+def _fix_rotary_factors(model: transformers.PreTrainedModel, spec: WorkerSpec) -> None:
+    """Have a model with LongRoPE use its long factors always, or never if its context is short.
+
+    The library chooses by the longest request of each step. So a text would depend on its
+    neighbours, and a prompt that is read in chunks, or found in the cache, would have both.
+    """
+    stated = context_of(model.config.get_text_config()) or 1
+    last = min(stated, spec.max_context or stated) - 1
+    for module in model.modules():
+        rotary: Any = module
+        kinds = getattr(rotary, "rope_type", None)  # by the types of layers, where these differ
+        named = {None: kinds} if isinstance(kinds, str) else kinds or {}
+        for layers in [layers for layers, kind in named.items() if kind == "longrope"]:
+            place = torch.tensor([[last]], device=model.device)
+            rotary(place.float(), place, **({} if layers is None else {"layer_type": layers}))
+            rotary.rope_type = (
+                "default" if layers is None else {**rotary.rope_type, layers: "default"}
+            )
 
 
 def _find_missing(

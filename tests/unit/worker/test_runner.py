@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from servekit.engines.echo.engine import EchoEngine
 from servekit.errors import ModelChanged, WorkerLost
 from servekit.protocol.messages import (
     PROTOCOL,
+    ChatMessage,
     Continuation,
     DeltaBatch,
     Generate,
@@ -24,6 +26,9 @@ from servekit.protocol.messages import (
 )
 from servekit.protocol.transport.connection import Connection, dial_address, listen_at
 from servekit.worker.runner import Runner
+from tests.unit.engines.harness import write_tiny_llama
+from tests.unit.engines.llamacpp.making import write_sentencepiece
+from tests.unit.engines.text.test_tokenizer import SENTENCEPIECE
 from tests.unit.gateway.conftest import DEADLINE_S, ENDLESS, ENDLESS_TOKENS, until
 from tests.unit.worker.serving import deltas_of, serving
 from tests.unit.worker.serving import spec as spec_in
@@ -171,3 +176,29 @@ async def test_what_another_worker_needs_to_go_on_is_told_once(tmp_path: Path) -
         first, *rest = await client.answer(client.send(params, prompt="abcdef"))
         assert first.continuation == Continuation(client.runner.generation(""), 6)
         assert len(rest) > 1 and not any(delta.continuation for delta in rest)
+
+
+@pytest.mark.parametrize("engine", ["transformers", "llamacpp"])
+async def test_the_space_after_a_prompt_is_part_of_the_text(tmp_path: Path, engine: str) -> None:
+    """SentencePiece drops the first space of a text, and a completion is the middle of one."""
+    model = tmp_path / "model"
+    if engine == "llamacpp":
+        write_sentencepiece(model.with_suffix(".gguf"))
+        chosen = spec_in(tmp_path, engine, str(model.with_suffix(".gguf")), threads=1)
+    else:
+        SENTENCEPIECE.save_pretrained(write_tiny_llama(model))
+        chosen = spec_in(tmp_path, engine, str(model), threads=1)
+    template = "{% for one in messages %}{{ one.content }}{% endfor %}"
+    async with serving(structs.replace(chosen, chat_template=template)) as client:
+        (the,) = client.engine.codec.encode_plain("the")
+        params = SamplingParams(max_tokens=3, temperature=0.0, logit_bias=((the, 100.0),))
+
+        async def say(**asked: Any) -> str:
+            deltas = await client.answer(client.send(params, **asked))
+            return "".join(delta.text for delta in deltas)
+
+        begun = [ChatMessage("user", "a"), ChatMessage("assistant", "at")]
+        assert await say(prompt="at") == " the the the"
+        assert await say(prompt="at", emitted=[the, the], sent_chars=8) == " the"
+        assert await say(messages=begun, continues=True) == " the the the"
+        assert await say(messages=begun) == "the the the"

@@ -78,7 +78,7 @@ async def test_tokens_that_cannot_be_decoded_spoil_their_own_answer_alone(tmp_pa
 
     async with serving(spec(tmp_path, step_s=STEP_S)) as client:
         client.engine.codec.decoder = lambda markers=(): Broken()  # type: ignore[method-assign]
-        bad = client.send(SamplingParams(max_tokens=20), prompt="what!")
+        bad = client.send(SamplingParams(max_tokens=20), prompt="what! It is late")
         good = client.send(SamplingParams(max_tokens=len(SAID)), prompt=SAID)
         failed = await client.failure(bad)
         assert (failed.code, text(await client.answer(good))) == ("engine_error", SAID)

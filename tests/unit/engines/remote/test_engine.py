@@ -273,6 +273,19 @@ def test_a_key_that_is_not_there(tmp_path: Path) -> None:
     assert told.value.permanent
 
 
+@pytest.mark.parametrize("key", ["sk-1234\nsk-5678", "sk-“1234”"])
+async def test_a_key_that_no_header_can_hold_is_not_quoted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("KIMI_KEY", key)
+    async with lying() as liar:
+        options = {"url": liar.url, "key_environment": "KIMI_KEY"}
+        engine = create_engine(spec(tmp_path, "openai", "kimi", **options))
+        with pytest.raises(LoadError, match="the variable KIMI_KEY") as told:
+            await asyncio.to_thread(engine.load, lambda _: None)
+    assert told.value.permanent and "1234" not in str(told.value)
+
+
 def test_it_may_be_told_to_end_before_it_has_begun(tmp_path: Path) -> None:
     create_engine(spec(tmp_path, "openai", "kimi", url="http://127.0.0.1:9/v1")).close()
 

@@ -31,6 +31,7 @@ def test_of_a_plain_completion() -> None:
     "given",
     [7, [], "x", {"content": 7}, {"content": [7]}, {"content": [{"token": "a"}]},
      {"content": [{"token": 7, "logprob": 0}]}, {"content": [{"bytes": [300], "logprob": 0}]},
+     {"content": [{"bytes": 7, "logprob": 0}]}, {"content": [{"token": "a", "logprob": "nan"}]},
      {"tokens": ["a"]}, {"tokens": ["a"], "token_logprobs": []},
      {"tokens": ["a"], "token_logprobs": ["x"]}, {"tokens": [7], "token_logprobs": [0]}],
 )  # fmt: skip

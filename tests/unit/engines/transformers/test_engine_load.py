@@ -119,6 +119,43 @@ def test_other_families_say_what_generate_says(harness: Make, tmp_path: Path, fa
     assert [one.tokens(job) for job in jobs] == expected
 
 
+def write_long_rope(folder: Path) -> Path:
+    """A model with LongRoPE, whose long factors are for more than 32 tokens, as Phi 4 mini's."""
+    tokenizer = byte_level_tokenizer()
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0],
+        "original_max_position_embeddings": 32,
+    }
+    more = {"original_max_position_embeddings": 32, "rope_parameters": rope}
+    library: Any = AutoModelForCausalLM  # untyped
+    config = LIBRARY.Phi3Config(vocab_size=len(tokenizer), **BASE, **more)
+    library.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("batching", ["continuous", "static"])
+def test_a_text_has_the_same_rotary_factors_throughout(
+    harness: Make, tmp_path: Path, batching: str
+) -> None:
+    """The library chooses them by the longest text of a step, and of a chunk by its end."""
+    folder = write_long_rope(tmp_path)
+    options = {"max_batch_tokens": 16, "batching": batching}
+    short, long = PROMPTS[0], PROMPTS[4]
+    one = harness(folder, options=options)
+    assert len(one.engine.codec.encode(short)) + 16 < 32 < len(one.engine.codec.encode(long))
+    assert one.generate(long, ignore_eos=True) == reference(folder, [long], 16)[0]
+    alone = one.generate(short, ignore_eos=True, cache_salt="alone")
+    beside = [one.submit(prompt, ignore_eos=True) for prompt in (long, short)]
+    assert one.tokens(beside[1]) == alone
+    bounded = harness(folder, options=options, max_context=32)
+    assert bounded.generate(short, ignore_eos=True) == reference(folder, [short], 16)[0]
+
+
 def test_no_flash_kernel_is_looked_for(harness: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the `kernels` package is installed, looking would ask the hub."""
 
