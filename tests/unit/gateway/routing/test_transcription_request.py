@@ -118,6 +118,15 @@ async def test_where_nothing_was_seen_the_next_worker_begins_anew() -> None:
     assert asked.segments == [segment(5)]
 
 
+async def test_who_leaves_early_pays_for_what_was_heard() -> None:
+    asked = call()
+    asked.request(1)
+    tokens = [50364, 2205, 50464]
+    told = Transcript((SpokenSegment("s0", 0.0, 1.0, tokens=tuple(tokens)),), "english", 9.5, True)
+    asked.feed(Delta(1, "", prompt_tokens=7, speech=told))
+    assert (asked.prompt_tokens, asked.answer_tokens) == (7, len(tokens))
+
+
 async def test_a_window_is_the_proof_that_a_request_kills_nobody() -> None:
     asked = call()
     asked.request(1)
