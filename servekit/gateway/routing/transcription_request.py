@@ -101,7 +101,8 @@ class TranscriptionCall(InflightRequest):
         self.prompt_tokens = delta.prompt_tokens
         if delta.finish is not None:
             self.body = b""
-            self._end(delta.finish, delta)
+            # the worker's count has what it heard twice, where windows meet
+            self._end(delta.finish, replace(delta, completion_tokens=self.answer_tokens))
         if self.stream or self.done:
             self.wake()
 
