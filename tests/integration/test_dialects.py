@@ -145,6 +145,22 @@ def test_a_conversation_with_tools_goes_on(claude: anthropic.Anthropic) -> None:
     assert claude.messages.count_tokens(**more).input_tokens == len("Error: no")
 
 
+def test_the_tool_runner_goes_on_without_a_thread(claude: anthropic.Anthropic) -> None:
+    """It asks for one first, and with the next request sends what is new to it alone."""
+    import anthropic
+
+    runner = claude.beta.messages.tool_runner(
+        model="talks",
+        max_tokens=100,
+        stop_sequences=[END],
+        tools=[anthropic.beta_tool(weather)],
+        messages=said(CALL),
+    )
+    first, last = runner
+    assert (first.stop_reason, last.stop_reason) == ("tool_use", "max_tokens")
+    assert last.content[0].to_dict()["text"].startswith("fine in Köln")
+
+
 def test_anthropics_asynchronous_client_is_let_go(instance: Instance) -> None:
     """Left in the middle, its request ends in the engine, too."""
 

@@ -93,6 +93,12 @@ def test_calls_of_tools_go_on(instance: Instance, ada: openai.OpenAI) -> None:
     )
     assert second.output_text == FIVE
     assert ("tool", "a door") in seen(instance)
+    # what the package's types say, which it does not check
+    for response in (first, second):
+        read = ada.responses.with_raw_response.retrieve(response.id)
+        openai.types.responses.Response.model_validate_json(read.text)
+        items = ada.responses.input_items.with_raw_response.list(response.id)
+        openai.types.responses.ResponseItemList.model_validate_json(items.text)
 
 
 def test_a_response_is_of_its_key(ada: openai.OpenAI, bob: openai.OpenAI) -> None:

@@ -114,18 +114,30 @@ class ChatTemplate:
         messages, tools = self._in_words(messages, tools)
         if continues and not messages[-1].content:
             messages, continues = messages[:-1], False
-        dicts, template = self._as_dicts(messages), template or {}
         try:
-            with suppress(Exception):
-                return self._apply_template(dicts, tools, template, continues)
-            return self._apply_template(
-                dicts, [_filled_in(tool) for tool in tools], template, continues
-            )
+            return self._render_turns(messages, tools, template or {}, continues)
         except Exception as error:  # the template is the model's code, and may raise anything
+            ordered = _order_roles(messages, takes_system=self._takes_system)
+            if ordered != [*messages]:
+                with suppress(Exception):
+                    return self._render_turns(ordered, tools, template or {}, continues)
             raise RequestError(
                 f"The model's chat template refuses these messages: {_first_words(error)}",
                 param="messages",
             ) from error
+
+    def _render_turns(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]],
+        template: Mapping[str, Any],
+        continues: bool,
+    ) -> str:
+        dicts = self._as_dicts(messages)
+        with suppress(Exception):
+            return self._apply_template(dicts, tools, template, continues)
+        filled_in = [_filled_in(tool) for tool in tools]
+        return self._apply_template(dicts, filled_in, template, continues)
 
     def _check_request(
         self, messages: Sequence[ChatMessage], template: Mapping[str, Any], continues: bool
@@ -428,6 +440,24 @@ def _calls_in_words(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         else:
             told.append(message)
     return told
+
+
+def _order_roles(messages: Sequence[ChatMessage], *, takes_system: bool) -> list[ChatMessage]:
+    """Return the conversation as strict templates want it: one system message, at the beginning if
+    at all, and no two messages of the user in a row.
+
+    Agents write system messages wherever they are; those that cannot stay are the user's.
+    """
+    ordered: list[ChatMessage] = []
+    for message in messages:
+        last = ordered[-1].role if ordered else "system"
+        if message.role == "system" and not (takes_system and last == "system"):
+            message = replace(message, role="user")
+        if ordered and message.role == last in ("system", "user"):
+            ordered[-1] = _join_turns(ordered[-1], message)
+        else:
+            ordered.append(message)
+    return ordered
 
 
 def _filled_in(tool: Mapping[str, Any]) -> dict[str, Any]:

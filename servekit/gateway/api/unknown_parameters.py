@@ -51,7 +51,7 @@ class UnknownParameters:
         if self.policy == "ignore":
             return
         unknown = _find_unknown(msgspec.Raw(body), kind)
-        names = sorted(_UNFIT.sub("?", name[:MOST_CHARS]) for name in unknown)
+        names = sorted(map(clean_name, unknown))
         if not names:  # options that come twice: the last ones count
             return
         more = len(names) - MOST_NAMES
@@ -62,8 +62,15 @@ class UnknownParameters:
                 f"{said}; leave out unknown parameters (server.unknown_parameters: refuse)",
                 param=names[0],
             )
+        self.warn(said, names)
+
+    def warn(self, said: str, names: list[str]) -> None:
+        """Tell the client in the header what of its request has no effect, and log the names."""
+        if self.policy == "ignore":
+            return
         if (origin := ORIGIN.get()) is not None:
-            origin.warning = said.encode()
+            before = f"{origin.warning.decode()}; " if origin.warning else ""
+            origin.warning = f"{before}{said}".encode()
         self._log(names)
 
     def _log(self, names: list[str]) -> None:
@@ -75,6 +82,11 @@ class UnknownParameters:
             return
         self._logged_s |= dict.fromkeys(new[:MOST_NAMES], now_s)
         log.warning("unknown_parameters_ignored", names=new[:MOST_NAMES])
+
+
+def clean_name(name: str) -> str:
+    """Return a name that is fit for a header and the log."""
+    return _UNFIT.sub("?", name[:MOST_CHARS])
 
 
 def refusing(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:

@@ -237,13 +237,15 @@ def _duration(seconds: float) -> bytes:
 def _tokens(call: InflightRequest, last: Delta | None) -> int:
     """Return the tokens of a call as its worker reported them, else an estimate."""
     if last is not None:
-        return last.prompt_tokens + last.completion_tokens
+        return call.prompt_tokens + last.completion_tokens
     if not call.wire_id:  # never sent to a worker
         return 0
-    return len(call.emitted) + _prompt_tokens(call)
+    return call.answer_tokens + (call.prompt_tokens or _estimate_prompt(call))
 
 
-def _prompt_tokens(call: InflightRequest) -> int:
+def _estimate_prompt(call: InflightRequest) -> int:
+    if not call.uses_prompt:
+        return 0
     if isinstance(call.prompt, list):
         return len(call.prompt)
     texts = [call.prompt or "", *(message.content or "" for message in call.messages or ())]

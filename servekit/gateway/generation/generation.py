@@ -24,7 +24,7 @@ from servekit.gateway.api.images import list_media
 from servekit.gateway.http.request_limits import check_counts, check_free
 from servekit.gateway.routing.adapter_route import base_of
 from servekit.gateway.routing.preset_route import PresetRoute, complete_chat, complete_params
-from servekit.gateway.routing.request import InflightRequest, Reader
+from servekit.gateway.routing.request import FurtherChoice, InflightRequest, Reader
 from servekit.gateway.routing.router import ModelQueue, Router
 from servekit.gateway.tool_parsing import (
     CallArguments,
@@ -256,7 +256,8 @@ class Generation:
         choices: list[ChoiceStream] = []
         for prompt in request.prompts or _NO_PROMPTS:
             for index in range(request.n):
-                call = InflightRequest(  # by position: names would cost 0.2 µs
+                make = FurtherChoice if index else InflightRequest
+                call = make(  # by position: names would cost 0.2 µs
                     request.model,
                     _seeded(params, index) if index else params,
                     prompt,

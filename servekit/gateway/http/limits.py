@@ -469,7 +469,7 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         if self._body_comes:
             self._abandon(self.cycle)
-        body = envelope(error)
+        body = self.encode_refusal(error)
         origin = RequestContext(dict(self.headers or ()))  # the headers parsed so far
         own = (
             JSON,
@@ -481,6 +481,9 @@ class LimitedProtocol(HttpToolsProtocol):
         lines = [b"%b: %b\r\n" % pair for pair in (*self.server_state.default_headers, *own)]
         self.transport.write(b"".join((STATUS_LINE[error.status], *lines, b"\r\n", body)))
         self.transport.write_eof()
+
+    def encode_refusal(self, error: RequestError) -> bytes:
+        return envelope(error)
 
     def _tellable(self) -> bool:
         """Return whether the client would take a response now for that of the refused request."""

@@ -12,7 +12,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from servekit.errors import ClientClosed, RequestError
-from servekit.gateway.http.asgi import Envelope, Header, too_large
+from servekit.gateway.http.asgi import Envelope, Header, encode_error, too_large
 from servekit.gateway.http.limits import LimitedProtocol
 from servekit.gateway.http.response import CoalescingTransport, FastHandler, FastResponse
 from servekit.gateway.telemetry.metrics import OTHER
@@ -236,6 +236,10 @@ class Http(LimitedProtocol):
     def refuse(self, error: RequestError) -> None:
         self.answers[self.url if self.url in self._hot else OTHER, error.status] += 1
         super().refuse(error)
+
+    def encode_refusal(self, error: RequestError) -> bytes:
+        path = self.url.partition(b"?")[0].decode("latin-1")
+        return self.envelopes.get(path, encode_error)(error)[1]
 
     def answered(self) -> None:
         """Finish a fast response as uvicorn's `on_response_complete` does, but without a timer."""

@@ -83,7 +83,7 @@ class RequestContext(EndObserver):
             outcome,
             call.prompt_tokens,
             call.cached_tokens,
-            len(call.emitted) if last is None else last.completion_tokens,
+            call.answer_tokens if last is None else last.completion_tokens,
             call.started_s,
             call.first_s,
         )

@@ -25,6 +25,8 @@ from servekit.protocol.messages import (
 
 #: Marks of thoughts and tool calls in the text of an engine without token ids.
 MARKS = frozenset(tool_formats.MARKS)
+#: Tasks that run no model.
+_COUNTING = ("tokenize", "detokenize")
 
 if TYPE_CHECKING:
     from servekit.gateway.auth.api_key import ApiKey
@@ -248,6 +250,16 @@ class InflightRequest:
     # ---- for the router
 
     @property
+    def uses_prompt(self) -> bool:
+        """Return whether the tokens of its prompt count as used."""
+        return not self.more or self.more.get("task") not in _COUNTING
+
+    @property
+    def answer_tokens(self) -> int:
+        """Return the number of tokens of the answer so far."""
+        return len(self.emitted)
+
+    @property
     def proven(self) -> bool:
         """Return whether this attempt has shown that the request does not kill workers."""
         return self._new >= retry_policy.PROOF_TOKENS and self.alone_until != "done"
@@ -376,6 +388,8 @@ class InflightRequest:
         self.done = True
         if not self.observers:  # no router has accepted it
             return
+        if not self.uses_prompt:
+            self.prompt_tokens = self.cached_tokens = 0
         for observer in self.observers:
             observer.on_ended(self, outcome, last)
         if self.caller is not None:
@@ -394,3 +408,10 @@ class InflightRequest:
         waiter: Any = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
+
+
+class FurtherChoice(InflightRequest):
+    """A request for a further answer to the prompt of another one, for which that counts."""
+
+    __slots__ = ()
+    uses_prompt = False

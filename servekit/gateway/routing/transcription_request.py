@@ -78,6 +78,10 @@ class TranscriptionCall(InflightRequest):
     # ---- for the router
 
     @property
+    def answer_tokens(self) -> int:
+        return sum(len(one.tokens) for one in self.segments)
+
+    @property
     def _new(self) -> int:
         """Return enough tokens for a proof once a window has been transcribed."""
         return retry_policy.PROOF_TOKENS if self._arrived else 0
@@ -94,9 +98,11 @@ class TranscriptionCall(InflightRequest):
             self.continuation = delta.continuation
         if delta.speech is not None:
             self._add_segments(delta.speech)
+        self.prompt_tokens = delta.prompt_tokens
         if delta.finish is not None:
-            self.prompt_tokens, self.body = delta.prompt_tokens, b""
-            self._end(delta.finish, delta)
+            self.body = b""
+            # the worker's count has what it heard twice, where windows meet
+            self._end(delta.finish, replace(delta, completion_tokens=self.answer_tokens))
         if self.stream or self.done:
             self.wake()
 

@@ -109,7 +109,7 @@ class RequestMeter(RequestObserver):
     def on_ended(self, call: InflightRequest, outcome: str, last: Delta | None) -> None:
         """Record a call's outcome, its duration and its tokens."""
         prompt = call.prompt_tokens
-        completion = len(call.emitted) if last is None else last.completion_tokens
+        completion = call.answer_tokens if last is None else last.completion_tokens
         now = monotonic()
         caller = call.caller
         of = "" if caller is None else caller.rule.name, outcome

@@ -176,7 +176,7 @@ class RequestTrace(RequestObserver):
         """End all spans, with the usage and the outcome."""
         if last is not None:
             self._add_engine_span(last.times_ns)
-        completion = len(call.emitted) if last is None else last.completion_tokens
+        completion = call.answer_tokens if last is None else last.completion_tokens
         well = outcome in _WELL
         for span in (self._queue, self._attempt):
             if span is not None:

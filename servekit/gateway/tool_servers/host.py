@@ -46,15 +46,21 @@ _MAX_PAGES = 32
 _MAX_SCHEMA_BYTES = 32 * 1024
 _MAX_DESCRIPTION_CHARS = 4096
 _MAX_REASON_CHARS = 500
+#: The header that names a session. The answer to an unknown one is 404.
+_SESSION = "mcp-session-id"
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class Host:
     """A connected server: answers each call in a task of its own."""
 
-    def __init__(self, client: Any, out: BinaryIO) -> None:
+    def __init__(
+        self, client: Any, out: BinaryIO, session_lost: asyncio.Event | None = None
+    ) -> None:
+        """`session_lost` is set once the server has answered that it does not know the session."""
         self._client = client
         self._out = out
+        self._session_lost = session_lost or asyncio.Event()
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._lost = asyncio.Event()
 
@@ -93,7 +99,8 @@ class Host:
             self.send(Result(call.id, text, bool(result.is_error)))
         except Exception as error:
             if is_answer(error):
-                self.send(Result(call.id, explain(error), is_error=True))
+                lost = self._session_lost.is_set()
+                self.send(Result(call.id, explain(error), is_error=True, lost=lost))
             else:  # such a connection does not come back; the gateway starts another host
                 self.send(Failed(explain(error)))
                 self._lost.set()
@@ -187,14 +194,23 @@ async def read_message(commands: asyncio.StreamReader) -> ToHost | None:
     return message
 
 
-def make_client(address: McpServer) -> Any:
-    """Return a client of the server, not yet connected."""
+def make_client(address: McpServer, session_lost: asyncio.Event) -> Any:
+    """Return a client of the server, not yet connected.
+
+    `session_lost` is set once the server, perhaps a restarted one, does not know the session.
+    """
     from mcp import Client
     from mcp.client.streamable_http import streamable_http_client
     from mcp.shared._httpx_utils import create_mcp_http_client
 
     if address.url:
         http = create_mcp_http_client(headers=dict(address.headers))
+
+        async def find_loss(response: Any) -> None:
+            if response.status_code == 404 and _SESSION in response.request.headers:
+                session_lost.set()
+
+        http.event_hooks = {**http.event_hooks, "response": [find_loss]}
         return Client(streamable_http_client(address.url, http_client=http))
 
     from servekit.gateway.tool_servers.stdio import open_stdio
@@ -215,8 +231,9 @@ async def answer_calls(out: BinaryIO) -> None:
     length = int.from_bytes(await commands.readexactly(LENGTH_BYTES), "big")
     address = msgspec.msgpack.decode(await commands.readexactly(length), type=McpServer)
     try:
-        async with make_client(address) as client:
-            host = Host(client, out)
+        session_lost = asyncio.Event()
+        async with make_client(address, session_lost) as client:
+            host = Host(client, out, session_lost)
             host.send(await list_tools(client))
             await host.serve(commands)
     except Exception as error:

@@ -43,6 +43,7 @@ class Result(msgspec.Struct, frozen=True, tag=True):
     id: int
     text: str
     is_error: bool = False
+    lost: bool = False  # the server knows the connection no longer, and has not run the call
 
 
 class Call(msgspec.Struct, frozen=True, tag=True):

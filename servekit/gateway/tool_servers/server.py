@@ -84,8 +84,9 @@ class ToolServer:
     async def call_tool(self, tool: str, arguments: Mapping[str, Any]) -> Result:
         """Return what a tool answers; `is_error` says that the tool itself failed.
 
-        A call that is cancelled, or takes too long, is given up at the server as well. Raises
-        ToolServerError if the server cannot be reached, ends, or takes too long.
+        A call that is cancelled, or takes too long, is given up at the server as well. One that a
+        restarted server did not take is sent again, once. Raises ToolServerError if the server
+        cannot be reached, ends, or takes too long.
         """
         try:
             size_bytes = len(msgspec.msgpack.encode(arguments))
@@ -93,6 +94,10 @@ class ToolServer:
             raise ToolServerError("the arguments have a number of more than 64 bits") from None
         if size_bytes > _MAX_ARGUMENT_BYTES:
             raise ToolServerError(f"the arguments are larger than {_MAX_ARGUMENT_BYTES} bytes")
+        result = await self._call_once(tool, arguments)
+        return await self._call_once(tool, arguments) if result.lost else result
+
+    async def _call_once(self, tool: str, arguments: Mapping[str, Any]) -> Result:
         host = await self._connect()
         if all(tool != one.name for one in host.ready.result().tools):
             raise ToolServerError(f"it has no tool {tool[:64]!r}")
@@ -102,7 +107,9 @@ class ToolServer:
             async with asyncio.timeout(self.server.call_timeout_s):
                 self._send(host, Call(id, tool, dict(arguments)))
                 result: Result = await future
-                return result
+            if result.lost:
+                self._drop(host)
+            return result
         except TimeoutError:
             # the server may hang for good: the next call gets a new one
             self._drop(host)

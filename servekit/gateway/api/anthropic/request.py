@@ -42,6 +42,14 @@ from servekit.protocol.messages import ChatMessage, Media, SamplingParams, ToolC
 from servekit.protocol.tool_formats import THINKING_SWITCHES
 
 
+class ThreadUnsupported(Unsupported):
+    """Anthropic's threads are not kept here. Send the whole conversation without `thread`, as
+    Anthropic's SDK then does by itself.
+    """
+
+    code = "thread_unsupported_request"
+
+
 def _unsupported(*harmless: Any) -> Meta:
     values = [None, *harmless]
     return Meta(description="Not supported", extra_json_schema={"enum": values})
@@ -116,10 +124,11 @@ class CountRequest(msgspec.Struct, kw_only=True):
     output_config: Annotated[OutputConfig | None, doc("Options of the answer")] = None
     output_format: OutputFormat | None = None
     """The older name of `output_config.format`."""
+    context_management: Ignored = None
     # refused by name if they are set:
     mcp_servers: Annotated[Any, _unsupported([])] = None
     container: Annotated[Any, _unsupported()] = None
-    context_management: Annotated[Any, _unsupported()] = None
+    thread: Annotated[Any, _unsupported()] = None
 
 
 class Metadata(msgspec.Struct):
@@ -176,9 +185,14 @@ def conversation(request: CountRequest) -> Conversation:
 
     Raises RequestError for content that is not text, and Unsupported for unserved parameters.
     """
-    for name in ("mcp_servers", "container", "context_management"):
+    for name in ("mcp_servers", "container"):
         if getattr(request, name):
             raise Unsupported(f"{name} is not supported; leave it out", param=name)
+    if request.thread:
+        raise ThreadUnsupported(
+            "thread: no threads are kept here; send the whole conversation without it",
+            param="thread",
+        )
     messages = _messages(request)
     last = messages[-1]
     if last.role == "assistant" and last.tool_calls:
@@ -265,18 +279,20 @@ def _convert(message: Message, where: str, names: dict[str, str]) -> Iterator[Ch
 
 
 def _user(blocks: list[Block], where: str, names: dict[str, str]) -> Iterator[ChatMessage]:
-    """Yield the user's parts, with each tool result as a message of its own at its place."""
-    parts: list[str | Media] = []
-    for at, block in enumerate(blocks):
-        if block.type != "tool_result":
-            parts.append(_part(block, f"{where}[{at}]"))
-            continue
-        if parts:
-            yield make_message("user", parts, where)
-            parts = []
-        yield _result(block, f"{where}[{at}]", names)
-    if parts or not blocks:
-        yield make_message("user", parts, where)
+    """Yield the user's parts, with each tool result as a message of its own at its place.
+
+    Results that follow each other come in the order of their calls, whichever was done first: many
+    templates show no ids.
+    """
+    order = {id: at for at, id in enumerate(names)}
+    for is_result, row in groupby(enumerate(blocks), lambda one: one[1].type == "tool_result"):
+        if is_result:
+            for at, block in sorted(row, key=lambda one: order.get(one[1].tool_use_id or "", -1)):
+                yield _result(block, f"{where}[{at}]", names)
+        else:
+            yield make_message("user", [_part(one, f"{where}[{at}]") for at, one in row], where)
+    if not blocks:
+        yield make_message("user", [], where)
 
 
 def _result(block: Block, where: str, names: dict[str, str]) -> ChatMessage:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from servekit.gateway.api.fields import (
     Answering,
@@ -163,6 +163,9 @@ class AnthropicErrorObject(Struct):
 
     type: Annotated[str, doc("The kind of error, by its status", "invalid_request_error")]
     message: Problem
+    details: Annotated[dict[str, str], doc("For Anthropic's SDK, of `thread` only")] | UnsetType = (
+        UNSET
+    )
 
 
 class AnthropicError(Struct):

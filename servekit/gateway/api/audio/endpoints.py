@@ -245,7 +245,7 @@ def _measure(call: TranscriptionCall) -> DurationUsage:
 
 
 def _count(call: TranscriptionCall) -> TokenUsage:
-    read, written = call.prompt_tokens, sum(len(one.tokens) for one in call.segments)
+    read, written = call.prompt_tokens, call.answer_tokens
     return TokenUsage("tokens", read, written, read + written)
 
 

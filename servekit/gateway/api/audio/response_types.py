@@ -24,7 +24,7 @@ class TokenUsage(Struct):
 
     type: Literal["tokens"]
     input_tokens: Annotated[int, doc("Tokens of the prompt, 0 without one")]
-    output_tokens: Annotated[int, doc("Tokens that were generated, with those of times", 12)]
+    output_tokens: Annotated[int, doc("Tokens of the transcript, with those of times", 12)]
     total_tokens: Annotated[int, doc("Their sum", 12)]
 
 

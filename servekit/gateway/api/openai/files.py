@@ -6,6 +6,7 @@ import asyncio
 import os
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal
@@ -114,6 +115,7 @@ def add_files(
     app: FastAPI, find_store: Callable[[], BatchStore], rules: Callable[[], BatchRules]
 ) -> None:
     """Add the endpoints of files. `find_store` raises NotServed where there are none."""
+    uploading: Counter[str] = Counter()  # bytes of files that are not recorded yet, by key
 
     @app.post("/v1/files", tags=["OpenAI"], summary="Upload a file for a batch",
               openapi_extra={"requestBody": _FORM})  # fmt: skip
@@ -123,7 +125,7 @@ def add_files(
         declared = request.headers.get("content-length", "")
         if declared.isdigit() and int(declared) > room + _MOST_FIELD_BYTES:
             raise _no_room(room)
-        return reply(_show(await _receive(request, store, room, rules())))
+        return reply(_show(await _receive(request, store, room, rules(), uploading)))
 
     @app.get("/v1/files", tags=["OpenAI"], summary="The files of the key",
              openapi_extra={"parameters": PAGE_PARAMETERS})  # fmt: skip
@@ -192,18 +194,28 @@ def _show(file: StoredFile) -> FileObject:
     )  # fmt: skip
 
 
-async def _receive(request: Request, store: BatchStore, room: int, rules: BatchRules) -> StoredFile:
-    """Write the file of a form to the disk as it arrives, and record it."""
+async def _receive(
+    request: Request, store: BatchStore, room: int, rules: BatchRules, uploading: Counter[str]
+) -> StoredFile:
+    """Write the file of a form to the disk as it arrives, and record it.
+
+    All that a key is `uploading` has to fit: else many slow uploads fill the disk.
+    """
     boundary = find_boundary(request.headers.get("content-type", "").encode("latin-1"))
     if not boundary or len(boundary) > _MOST_BOUNDARY_BYTES:
         raise Unsupported("send a form (multipart/form-data) with `file` and `purpose`")
     written: Path | None = None
+    key, mine = owner(), -_MOST_FIELD_BYTES
     try:
         written = store.make_path()
         with written.open("wb") as out:
             form = FileForm(boundary, out, room)
             pending = bytearray()
             async for data in request.stream():
+                grown, mine = max(0, mine), mine + len(data)
+                uploading[key] += max(0, mine) - grown
+                if uploading[key] > room:
+                    raise _no_room(room)
                 pending += data
                 if len(pending) >= _WRITE_BYTES:
                     await asyncio.to_thread(form.take_piece, bytes(pending))
@@ -211,7 +223,7 @@ async def _receive(request: Request, store: BatchStore, room: int, rules: BatchR
             await asyncio.to_thread(form.finish, bytes(pending))
         now_s = time.time()
         id, expires = f"file-{secrets.token_hex(12)}", expiry(now_s, rules, form.expires_after_s)
-        file = StoredFile(id, owner(), "batch", form.name, form.size_bytes, now_s, expires)
+        file = StoredFile(id, key, "batch", form.name, form.size_bytes, now_s, expires)
         await store.add_file(written, file, rules)
     except ClientDisconnect:
         raise RequestError("the upload was not complete") from None
@@ -219,6 +231,7 @@ async def _receive(request: Request, store: BatchStore, room: int, rules: BatchR
         said = os.strerror(error.errno or 0)
         raise ResponsesUnavailable(f"the file cannot be kept: {said}") from None
     finally:
+        uploading[key] -= max(0, mine)
         if written is not None:
             written.unlink(missing_ok=True)
     return file

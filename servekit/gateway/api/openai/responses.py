@@ -456,7 +456,7 @@ def _to_json(item: Item) -> Json:
         found["content"][0]["text"] = item.content
     if item.type == "reasoning":
         found["summary"] = []
-    if speaks or item.type in ("reasoning", "function_call"):
+    if speaks or item.type != "message":
         found["status"] = "completed"
     if speaks:
         for part in found["content"]:

@@ -313,7 +313,10 @@ def _usage(generation: Generation) -> Json:
     prompt, completion = generation.prompt_tokens, generation.completion_tokens
     return {
         "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": generation.cached_tokens},
+        "input_tokens_details": {
+            "cached_tokens": generation.cached_tokens,
+            "cache_write_tokens": 0,
+        },
         "output_tokens": completion,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": prompt + completion,

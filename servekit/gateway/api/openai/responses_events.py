@@ -104,6 +104,7 @@ class InputTokensDetails(Struct):
     """Details of the prompt's tokens."""
 
     cached_tokens: CachedTokens
+    cache_write_tokens: Annotated[int, doc("Always 0: writing to the cache costs nothing")]
 
 
 class OutputTokensDetails(Struct):
@@ -124,7 +125,7 @@ class ResponseUsage(Struct):
 
 _USAGE = {
     "input_tokens": 37,
-    "input_tokens_details": {"cached_tokens": 0},
+    "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
     "output_tokens": 8,
     "output_tokens_details": {"reasoning_tokens": 0},
     "total_tokens": 45,

@@ -42,6 +42,7 @@ from servekit.gateway.api.openai.schema import (
     TopLogprobs,
     TopP,
 )
+from servekit.gateway.api.unknown_parameters import MOST_NAMES, UNKNOWN, clean_name
 from servekit.gateway.generation.generation import GenerationRequest
 from servekit.protocol.messages import ChatMessage, Grammar, Media, SamplingParams, ToolCall
 
@@ -78,7 +79,7 @@ class Item(msgspec.Struct):
 class Function(msgspec.Struct):
     """A tool. Only functions: the others are OpenAI's own services."""
 
-    type: Annotated[str, doc("Always function; others are refused")]
+    type: Annotated[str, doc("function; others are left out, and refused without a function")]
     name: Annotated[str, doc("The name: 1 to 64 letters, digits, _ or -")] = ""
     description: Annotated[str, DESCRIPTION] | None = None
     parameters: Annotated[dict[str, Any], doc("The JSON schema of the arguments")] | None = None
@@ -170,11 +171,13 @@ def ask_of(request: ResponsesRequest, key: str) -> GenerationRequest:
             raise Unsupported(
                 f"{name}: servekit has none; send the whole conversation as input", param=name
             )
+    if request.tools:
+        request.tools = _choose_functions(request.tools)
     return GenerationRequest(
         model=request.model,
         params=_params(request),
         messages=to_messages(request.instructions, items_of(request)),
-        tools=[_tool(tool, at) for at, tool in enumerate(request.tools or ())],
+        tools=[_tool(tool) for tool in request.tools or ()],
         tool_choice=request.tool_choice,
         parallel=request.parallel_tool_calls is not False,
         template=_template(request.reasoning),
@@ -216,13 +219,28 @@ def _template(options: ReasoningOptions | None) -> dict[str, Any]:
     return {"reasoning_effort": options.effort, "enable_thinking": thinks, "thinking": thinks}
 
 
-def _tool(tool: Function, at: int) -> dict[str, Any]:
-    """Return a tool in the format of chats."""
-    if tool.type != "function":
+def _choose_functions(tools: list[Function]) -> list[Function]:
+    """Return the tools that are functions; the others are left out beside them, with a warning.
+
+    Agents offer all tools that they know. A request that has no function was made for the others.
+    """
+    functions = [tool for tool in tools if tool.type == "function"]
+    if len(functions) == len(tools):
+        return tools
+    at, other = next((at, one) for at, one in enumerate(tools) if one.type != "function")
+    if not functions or UNKNOWN.policy == "refuse":
         raise Unsupported(
-            f"tools[{at}]: {tool.type!r} is a service of OpenAI's; servekit has functions only",
+            f"tools[{at}]: {other.type!r} is a service of OpenAI's; servekit has functions only",
             param=f"tools[{at}].type",
         )
+    kinds = {clean_name(tool.type) for tool in tools if tool.type != "function"}
+    names = [f"tools.{kind}" for kind in sorted(kinds)[:MOST_NAMES]]
+    UNKNOWN.warn(f"left out: {', '.join(names)}", names)
+    return functions
+
+
+def _tool(tool: Function) -> dict[str, Any]:
+    """Return a tool in the format of chats."""
     function: dict[str, Any] = {"name": tool.name}
     if tool.description is not None:
         function["description"] = tool.description

@@ -60,6 +60,38 @@ def test_mistral_gets_ids_that_it_takes() -> None:
     assert text.count(call["id"]) == 2
 
 
+def test_a_strict_template_gets_the_roles_of_an_agent_in_its_order() -> None:
+    """Agents have several messages of the system and of the user in a row, and system messages
+    behind them; this template takes one of the system, and then turns in order."""
+    strict = real("mistralai-Mistral-Nemo-Instruct-2407")
+    said = [
+        *(ChatMessage("system", "one"), ChatMessage("system", "two")),
+        *(ChatMessage("user", "three"), ChatMessage("user", "four"), ChatMessage("system", "five")),
+        *TURNS[1:],
+        ChatMessage("assistant", "six"),
+        ChatMessage("system", "seven"),
+    ]
+    in_order = [
+        ChatMessage("system", "one\n\ntwo"),
+        ChatMessage("user", "three\n\nfour\n\nfive"),
+        *TURNS[1:],
+        ChatMessage("assistant", "six"),
+        ChatMessage("user", "seven"),
+    ]
+    assert strict.render(said, [SENTINEL_TOOL]) == strict.render(in_order, [SENTINEL_TOOL])
+    with pytest.raises(RequestError, match="refuses these messages"):
+        strict.render([ChatMessage("user", "a"), ChatMessage("robot", "b")])
+
+
+def test_a_template_without_a_system_message_has_it_in_the_first_turn() -> None:
+    source = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+        "{{ m.role }}:{{ m.content }};{% endfor %}"
+    )
+    said = [ChatMessage("system", "a"), ChatMessage("user", "b")]
+    assert template(source).render(said) == "user:a\n\nb;"
+
+
 def test_arguments_may_be_wanted_as_text() -> None:
     source = (
         "{% for m in messages %}{{ m.role }}:{{ m.content }}{% for c in m.tool_calls %}"
@@ -255,7 +287,7 @@ def test_a_template_reads_no_internals_however_often_it_asks(wrong: str) -> None
     assert chat._render_plain is not None, "it has the shorter way"
     for _ in range(3):
         with pytest.raises(RequestError):
-            chat.render([ChatMessage("user", "hi"), ChatMessage("user", "there")])
+            chat.render([ChatMessage("user", "hi"), ChatMessage("assistant", "there")])
         with pytest.raises(Exception, match=r"unsafe|undefined|safe"):
             chat._render_plain([{"role": "user", "content": "hi"}] * 2)
 

@@ -13,7 +13,7 @@ from servekit.errors import RequestError
 from servekit.gateway.api import unknown_parameters
 from servekit.gateway.api.anthropic.request import MessagesRequest
 from servekit.gateway.api.ollama.request import ChatRequest as OllamaChat
-from servekit.gateway.api.openai.responses_schema import ResponsesRequest
+from servekit.gateway.api.openai.responses_schema import ResponsesRequest, ask_of
 from servekit.gateway.api.openai.schema import (
     ChatRequest,
     CompletionRequest,
@@ -161,3 +161,21 @@ def test_the_log_names_each_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> 
     for at in range(5000):
         meet(b'{"made-up-%d": 1}' % at, CompletionRequest)
     assert len(lines) <= unknown_parameters.MOST_REMEMBERED + 2
+
+
+def test_tools_of_openais_own_are_left_out_beside_functions(origin: RequestContext) -> None:
+    """As agents offer all that they know."""
+    function = {"type": "function", "name": "f"}
+    others = [{"type": "namespace", "name": "n", "tools": []}, {"type": "web_search"}]
+    body = json.dumps({"input": "a", "tools": [others[0], function, others[1]], "odd": 1}).encode()
+    request = decode(ResponsesRequest, body)
+    asked = ask_of(request, "")
+    assert [tool["function"]["name"] for tool in asked.tools] == ["f"]
+    assert request.tools is not None and len(request.tools) == 1, "the response tells of these"
+    assert origin.warning == (
+        b"unknown parameter: odd; left out: tools.namespace, tools.web_search"
+    )
+    UNKNOWN.policy = "refuse"
+    with pytest.raises(RequestError) as refused:
+        ask_of(decode(ResponsesRequest, body.replace(b', "odd": 1', b"")), "")
+    assert refused.value.param == "tools[0].type"

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from servekit.errors import Forbidden, InvalidKey, RateLimited
 from servekit.gateway.auth.api_key import FORGET_S, ApiKey, Bucket
 from servekit.gateway.auth.authorization import ACTING
+from servekit.gateway.generation.generation import Generation, GenerationRequest
 from servekit.gateway.routing.request import InflightRequest
 from servekit.protocol.messages import AccessRules, KeyRule, KeyUse, SamplingParams
+from tests.unit.gateway.collecting import collect_choices
 from tests.unit.gateway.conftest import Service, until
 
 DIGEST = b"d" * 32
@@ -57,7 +59,35 @@ async def test_what_is_cancelled_is_charged_as_far_as_it_came(service: Service) 
     use = alice.use()
     assert alice.active == 0
     assert use is not None
-    assert 10 <= use.tokens <= len(asked.emitted) + 2
+    assert use.tokens == len(asked.emitted) + len("hello"), "as the worker has counted its prompt"
+
+
+async def test_choices_of_one_prompt_pay_for_it_once(service: Service) -> None:
+    """As their client is told."""
+    await service.up()
+    alice = let_in(service, KeyRule("alice", digest=DIGEST, tokens_per_minute=10_000))["alice"]
+    ACTING.set(alice)
+    params = SamplingParams(max_tokens=20)
+    asked = GenerationRequest(model="m", params=params, prompts=["hello", "you"], n=3)
+    generation = Generation(service.router, asked)
+    await collect_choices(generation)
+    told = generation.prompt_tokens + generation.completion_tokens
+    assert told == len("hello") + len("you") + 6 * 20
+    assert alice.use() == KeyUse("alice", 0, told, 0)
+
+
+@pytest.mark.parametrize("task", ["tokenize", "detokenize"])
+async def test_to_count_tokens_costs_none(service: Service, task: str) -> None:
+    await service.up()
+    alice = let_in(service, KeyRule("alice", digest=DIGEST, tokens_per_minute=10_000))["alice"]
+    ACTING.set(alice)
+    prompt = [104] * 50
+    asked = InflightRequest("m", SamplingParams(), prompt=prompt, more={"task": task})
+    service.router.queue_call(asked)
+    assert (await asked.next_delta()).prompt_tokens == 50
+    asked = InflightRequest("m", SamplingParams(), prompt=prompt, more={"task": task})
+    service.router.queue_call(asked).cancel()
+    assert alice.use() is None
 
 
 async def test_what_only_waited_costs_no_tokens(service: Service) -> None:

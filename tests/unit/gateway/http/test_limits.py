@@ -187,7 +187,8 @@ async def connect(request: pytest.FixtureRequest) -> AsyncIterator[Connect]:
     hot = {b"/hot": count_hot, b"/slow_hot": slow_hot, b"/long_hot": long_hot}
     hot[b"/quiet_hot"] = quiet_hot
     async with serving(
-        count_bytes, listener, hot, MAX_BODY_BYTES, getattr(request, "param", LIMITS)
+        *(count_bytes, listener, hot, MAX_BODY_BYTES, getattr(request, "param", LIMITS)),
+        envelopes={"/own": lambda error: (error.status, b"own " + error.code.encode())},
     ):
         yield connect
         for writer in writers:
@@ -247,6 +248,12 @@ async def test_a_body_that_does_not_come_is_408(
     connect: Connect, path: bytes, begun: bytes
 ) -> None:
     assert code_of(await to_the_end(connect, HEAD % path + begun)) == (408, "request_timeout")
+
+
+@pytest.mark.parametrize("path", [b"/own", b"/own?beta=true"])
+async def test_a_refusal_has_the_format_of_its_path(connect: Connect, path: bytes) -> None:
+    answer = await to_the_end(connect, HEAD % path + b"content-length: 9\r\n\r\nabc")
+    assert answer.endswith(b"\r\n\r\nown request_timeout")
 
 
 @PATHS

@@ -9,7 +9,9 @@ import pytest
 
 from servekit.errors import WorkerLost
 from servekit.gateway.routing.failures import retry_policy
+from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.routing.transcription_request import TranscriptionCall
+from servekit.gateway.telemetry.observer import RequestObserver
 from servekit.protocol.forwarding import PIECE_BYTES
 from servekit.protocol.messages import (
     Continuation,
@@ -116,6 +118,32 @@ async def test_where_nothing_was_seen_the_next_worker_begins_anew() -> None:
     assert (asked.segments, asked.repeats) == ([], True)
     asked.feed(heard(5, finish="stop"))
     assert asked.segments == [segment(5)]
+
+
+async def test_who_leaves_early_pays_for_what_was_heard() -> None:
+    asked = call()
+    asked.request(1)
+    tokens = [50364, 2205, 50464]
+    told = Transcript((SpokenSegment("s0", 0.0, 1.0, tokens=tuple(tokens)),), "english", 9.5, True)
+    asked.feed(Delta(1, "", prompt_tokens=7, speech=told))
+    assert (asked.prompt_tokens, asked.answer_tokens) == (7, len(tokens))
+
+
+async def test_the_tokens_of_the_transcript_are_charged() -> None:
+    """As its client is told. The worker has generated more, where windows meet."""
+
+    class Bill(RequestObserver):
+        used = 0
+
+        def on_ended(self, call: InflightRequest, outcome: str, last: Delta | None) -> None:
+            assert last is not None
+            self.used = last.completion_tokens
+
+    asked, bill = call(), Bill()
+    asked.observers = (bill,)
+    told = Transcript((SpokenSegment("s0", 0.0, 1.0, tokens=(1, 2, 3)),), "english", 9.5, True)
+    asked.feed(Delta(1, "", finish="stop", completion_tokens=9, speech=told))
+    assert bill.used == asked.answer_tokens == 3
 
 
 async def test_a_window_is_the_proof_that_a_request_kills_nobody() -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import pytest_asyncio
@@ -314,6 +317,63 @@ async def test_a_server_over_http(open_server: Open, http_port: int) -> None:
         assert (await server.call_tool("add", {"a": 1, "b": 1})).text == "2"
     finally:
         await server.close()
+
+
+class WithSessions(BaseHTTPRequestHandler):
+    """An MCP server over HTTP that answers to the sessions that it has begun, and counts calls."""
+
+    sessions: ClassVar[set[str]] = set()
+    calls: ClassVar[list[str]] = []
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        id, method, session = asked.get("id"), asked["method"], self.headers["mcp-session-id"]
+        result: dict[str, Any] = {"tools": [{"name": "count", "inputSchema": {"type": "object"}}]}
+        if method == "initialize":
+            session = f"session-{len(self.calls)}"
+            self.sessions.add(session)
+            result = {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}}
+            result["serverInfo"] = {"name": "x", "version": "1"}
+        elif session not in self.sessions:
+            error = {"code": -32600, "message": "no such session"}
+            self._answer(404 if session else 400, session, {"id": id, "error": error})
+            return
+        elif method == "tools/call":
+            self.calls.append(session)
+            result = {"content": [{"type": "text", "text": str(len(self.calls))}]}
+        self._answer(202 if id is None else 200, session, {"id": id, "result": result})
+
+    def do_DELETE(self) -> None:
+        self._answer(200, "", {})
+
+    def _answer(self, status: int, session: str | None, told: dict[str, Any]) -> None:
+        body = b"" if status == 202 else json.dumps({"jsonrpc": "2.0", **told}).encode()
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.send_header("mcp-session-id", session or "")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+async def test_a_server_that_has_forgotten_the_session_gets_another() -> None:
+    """As one does that was restarted; the call that finds it out is sent again."""
+    listener = ThreadingHTTPServer(("127.0.0.1", 0), WithSessions)
+    threading.Thread(target=listener.serve_forever, daemon=True).start()
+    server = ToolServer(McpServer("http", url=f"http://127.0.0.1:{listener.server_port}/mcp"))
+    try:
+        assert (await server.call_tool("count", {})).text == "1"
+        WithSessions.sessions.clear()
+        assert (await server.call_tool("count", {})).text == "2"
+        assert (await server.call_tool("count", {})).text == "3"
+        assert WithSessions.calls == ["session-0", "session-1", "session-1"]
+    finally:
+        await server.close()
+        listener.shutdown()
+        listener.server_close()
 
 
 def test_all_die_with_the_gateway(tmp_path: Path) -> None:

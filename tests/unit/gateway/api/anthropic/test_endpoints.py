@@ -225,6 +225,23 @@ async def test_refusals_have_anthropics_envelope(
     assert says in answer.json()["error"]["message"]
 
 
+async def test_a_thread_is_refused_so_that_the_client_goes_on_without(service: Service) -> None:
+    async with await client(service) as http:
+        answer = await http.post("/v1/messages", json=asking("abc", thread={"type": "create"}))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["details"] == {"error_code": "thread_unsupported_request"}
+
+
+async def test_what_has_no_effect_is_taken(service: Service) -> None:
+    edits = [{"type": "clear_thinking_20251015", "keep": "all"}]
+    async with await client(service) as http:
+        for path in ("/v1/messages", "/v1/messages/count_tokens"):
+            body = asking("abc", context_management={"edits": edits})
+            answer = await http.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            assert "servekit-warning" not in answer.headers
+
+
 async def test_the_gate_and_the_wrong_method_have_it_too(service: Service) -> None:
     async with await client(service) as http:
         wrong = await http.get("/v1/messages")

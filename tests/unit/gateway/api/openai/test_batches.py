@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -189,3 +190,28 @@ async def test_where_there_are_none_it_says_which_key_sets_them(tmp_path: Path) 
         scene.batches.close()
     assert not (tmp_path / "files").exists()
     await Scene(None).batches.run_batches()  # it has nothing to run
+
+
+async def test_uploads_under_way_share_the_room_of_their_key(scene: Scene) -> None:
+    """Else a key with many slow uploads would fill the disk, and each be refused at its end."""
+    go_on = asyncio.Event()
+    kind = {"content-type": "multipart/form-data; boundary=b"}
+    part = b'--b\r\nContent-Disposition: form-data; name="%b"\r\n\r\n'
+
+    async def form(size_bytes: int) -> AsyncIterator[bytes]:
+        yield part % b"purpose" + b"batch\r\n" + part % b"file" + b"x" * size_bytes
+        await go_on.wait()
+        yield b"\r\n--b--\r\n"
+
+    def upload(size_bytes: int) -> asyncio.Task[httpx.Response]:
+        body = form(size_bytes)
+        return asyncio.create_task(scene.http.post("/v1/files", content=body, headers=kind))
+
+    first, second = upload(600_000), upload(600_000)
+    done, _ = await asyncio.wait((first, second), return_when=asyncio.FIRST_COMPLETED)
+    assert [one.result().status_code for one in done] == [413]
+    small = upload(300_000)
+    go_on.set()
+    statuses = sorted([(await one).status_code for one in (first, second, small)])
+    assert statuses == [200, 200, 413]
+    assert (await upload(99_000)).status_code == 200, "nothing is counted any more"

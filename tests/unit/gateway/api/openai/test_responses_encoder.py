@@ -103,7 +103,8 @@ def test_what_was_left_out_is_shown_as_it_was_taken() -> None:
     assert response["reasoning"] == {"effort": None, "summary": None}
     assert response["text"] == {"format": {"type": "text"}}
     assert response["usage"] == {
-        "input_tokens": 7, "input_tokens_details": {"cached_tokens": 3}, "output_tokens": 5,
+        "input_tokens": 7, "output_tokens": 5,
+        "input_tokens_details": {"cached_tokens": 3, "cache_write_tokens": 0},
         "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": 12,
     }  # fmt: skip
 
