@@ -217,16 +217,19 @@ class Adapters:
 
     async def _exchange(
         self, known: Entry | None, spec: AdapterSpec, *, from_file: bool
-    ) -> Outcome:
+    ) -> Outcome | Later:
         """Load an adapter in place of any with its name; if it is refused, restore that one."""
-        workers = self._serving()
-        if not workers:
+        if not self._serving():
             return no_ready_worker(self.model)
         self.book.add_requested(spec, time.time(), from_file=from_file)
         self._owner.changed()
         if known is not None:
             await self._until_unused(spec.name)
             await self._unload(spec.name)
+        workers = self._serving()  # some may have died, or fallen asleep, meanwhile
+        if not workers and self._owner.is_away:
+            await self._expect(spec, from_file=from_file)
+            return Later()
         outcome = await self._load(workers, spec)
         if isinstance(outcome, AdapterInfo):
             log.info("adapter_serving", model=self.model, adapter=spec.name, workers=len(workers))

@@ -230,7 +230,9 @@ class GpuAdmission:
             passed = not reason
         finally:
             visitor.waits("")
-            if not passed:
+            if passed:
+                self._dead.pop(visitor.name, None)  # the PIDs may become those of others
+            else:
                 self._turn_back(visitor, before)
         return reason
 

@@ -433,6 +433,32 @@ async def test_one_that_wakes_has_no_other_than_is_meant_now(removed: bool) -> N
     assert all(worker.serves for worker in deployment.fakes)
 
 
+async def test_one_that_falls_asleep_meanwhile_gets_no_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    deployment = await up()
+    deployment.do(deployment.adapters.add_adapter(spec("x")))
+    await deployment.finish()
+    is_unused: list[bool] = [False]
+    ask: Callable[[str], bool] = lambda name: is_unused[0]  # noqa: E731
+    monkeypatch.setattr(deployment, "is_unused", ask)
+    adding = deployment.do(deployment.adapters.add_adapter(spec("x", "/b"), in_place=True))
+    await deployment.settle()
+    for worker in deployment.fakes:
+        worker.serves = False
+    deployment.is_away = is_unused[0] = True
+    await deployment.finish()
+    assert adding.result() == Later()
+    for worker in deployment.fakes:
+        assert set(worker.held) == {"x"}, "it sleeps with what it has"
+        deployment.do(deployment._come_up(worker))
+    await deployment.settle()
+    assert asked(deployment) == [""], "the old one is unloaded first"
+    await deployment.finish()
+    assert deployment.adapters.expected() == (spec("x", "/b"),)
+    assert all(worker.serves for worker in deployment.fakes)
+
+
 async def test_the_next_version_has_what_was_added_to_one_that_was_away() -> None:
     deployment = FakeDeployment(is_away=True)
     deployment.do(deployment.adapters.add_adapter(spec("x")))

@@ -175,6 +175,22 @@ async def test_a_claim_stands_until_the_memory_is_gone(gate: GpuAdmission, nvml:
     assert gate.ledger.holders("GPU-0") == {"b/0": 60 * GIB}
 
 
+async def test_the_pid_of_one_that_has_ended_may_be_that_of_the_next(
+    gate: GpuAdmission, nvml: Nvml, process: int
+) -> None:
+    first, second = worker("a", GPUS[:1], 40), worker("b", GPUS[:1], 40)
+    assert await gate.await_admission(first) == ""
+    nvml.held[process] = {"GPU-0": 40}
+    gate.left("a/0", {process})
+    again = asyncio.create_task(gate.await_admission(first))
+    await poll_async("the gate says so", lambda: any("has ended" in told for told in first.told))
+    del nvml.held[process]
+    assert await again == ""
+    first.pid, nvml.held[process] = process, {"GPU-0": 40}
+    gate.loaded("a/0")
+    assert await gate.await_admission(second) == ""
+
+
 async def test_a_claim_is_given_back_also_where_no_thread_could_be_started_for_a_while(
     gate: GpuAdmission, monkeypatch: pytest.MonkeyPatch
 ) -> None:
