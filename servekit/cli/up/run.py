@@ -62,7 +62,7 @@ def run_model(
     options = ModelOptions(None, engine, gpus, memory, max_context)
     path = find_source((model,), None, options, os.environ)
     tell_fit(make_plan(make_source(path)))
-    _end_on_signals()
+    end_on_signals()
     with tempfile.TemporaryDirectory(prefix="servekit-run-", dir=_find_root()) as folder:
         flags = ["--port", "0", "--parent-pid", str(os.getpid())]
         instance = Background.start(path, Path(folder) / "run", flags)
@@ -78,8 +78,8 @@ def _find_root() -> str:
     return root if len(os.fsencode(root)) <= _LONGEST_ROOT_BYTES else "/tmp"
 
 
-def _end_on_signals() -> None:
-    """Let a hangup, as when the terminal is closed, and SIGTERM end the instance, too."""
+def end_on_signals() -> None:
+    """Let a hangup, as when the terminal is closed, and SIGTERM end what this process has begun."""
 
     def end(number: int, frame: "FrameType | None") -> None:
         sys.exit(128 + number)
