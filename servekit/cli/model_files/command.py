@@ -161,13 +161,21 @@ def _tell_fit(path: str, revision: str | None) -> None:
     from servekit.cli.up.command import make_plan, make_source, tell_fit
     from servekit.cli.up.sources import ModelOptions, write_for_models
 
-    word = f"{path}@{revision}" if revision else path
     try:
         if not path.startswith("pypi:"):
+            word = _join_revision(path, revision) if revision else path
             words = write_for_models((word,), ModelOptions(), os.environ)
             tell_fit(make_plan(make_source(words)))
     except ServekitError as error:
         typer.echo(f"This machine cannot serve it: {error.message}", err=True)
+
+
+def _join_revision(path: str, revision: str) -> str:
+    """Return the address of a revision of a hub's path: hf://org/name@v1/file.gguf."""
+    from urllib.parse import quote
+
+    owner, name, *file = path.split("/", 2)
+    return "/".join((f"hf://{owner}", f"{name}@{quote(revision, safe='')}", *file))
 
 
 def _show_progress(path: str, lines: Any) -> str:

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from servekit.cli.init.config_template import DEMO
 from servekit.cli.model_files import command
+from servekit.config import paths
 from servekit.errors import ConfigError
 from servekit.protocol.messages import Refused, Status
 from servekit.protocol.residency import ResidencyStatus
@@ -174,6 +175,13 @@ def test_a_word_that_is_neither_is_told_with_the_models_of_the_file(config: Path
     with pytest.raises(ConfigError) as error:
         command._find_path("aa", config, None, None)
     assert "the file's models" not in error.value.message
+
+
+@pytest.mark.parametrize("path", ["org/name", "org/name:Q4_K_M", "org/name/sub/file.gguf"])
+@pytest.mark.parametrize("revision", ["v3", "refs/pr/1"])
+def test_a_revision_is_looked_up_as_an_address(path: str, revision: str) -> None:
+    found = paths.check_model_path(command._join_revision(path, revision), Path.cwd())
+    assert (found.kind, found.text, found.revision) == ("hub", path, revision)
 
 
 @pytest.mark.parametrize("words", [("pull",), ("rm", "--yes")])
