@@ -20,7 +20,7 @@ from servekit.cli.up.command import (
     make_source,
     tell_fit,
 )
-from servekit.errors import ServekitError
+from servekit.errors import ConfigError, ServekitError
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -53,13 +53,16 @@ def run_model(
     """
     from servekit.cli.up.sources import ModelOptions, find_source
 
+    options = ModelOptions(None, engine, gpus, memory, max_context)
     served = _find_served(model)
     if served is not None:
+        if flags := options.given():
+            said = f"{flags[0]}: the instance in {served} serves {model} already, as its file says"
+            raise ConfigError(said)
         chat.talk_to(model, served, system)
         return
     from servekit.cli.up.background import Background
 
-    options = ModelOptions(None, engine, gpus, memory, max_context)
     path = find_source((model,), None, options, os.environ)
     tell_fit(make_plan(make_source(path)))
     end_on_signals()
