@@ -7,6 +7,7 @@ an error of the machine, 2 an error of the input, 130 interrupted.
 # No string annotations: typer evaluates each several times, which slows down --help.
 import contextlib
 import errno
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -94,7 +95,6 @@ def check(
     profile: serve.Profile = "",
 ) -> None:
     """Check a file and show what would run where; start nothing."""
-    import os
     from dataclasses import replace
 
     from servekit.cli.display.tables import plan_tables, print_tables
@@ -279,6 +279,8 @@ def reference() -> None:
     print(metrics.metrics_reference())
 
 
+#: What pathlib raises for `~` where HOME is not set, and the user is in no list of users.
+_NO_HOME = "Could not determine home directory."
 #: The characters of a name that an error shows.
 _LONGEST_NAME = 500
 
@@ -297,6 +299,11 @@ def _one_sentence() -> Iterator[None]:
         if not (said := _explain_path_error(error)):
             raise
         print(said, file=sys.stderr)
+        raise typer.Exit(1) from None
+    except RuntimeError as error:
+        if str(error) != _NO_HOME:
+            raise
+        print(f"user {os.getuid()} has no home directory: set HOME", file=sys.stderr)
         raise typer.Exit(1) from None
     except UnicodeEncodeError as error:
         print(f"{error.object[:_LONGEST_NAME]!a} is not UTF-8", file=sys.stderr)

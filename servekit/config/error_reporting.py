@@ -105,13 +105,21 @@ def explain_errors(errors: Sequence[ErrorDetails], root: Node, prefix: Loc = ())
     """Turn pydantic's errors into problems; the branches of a union become one."""
     placed = [(_trim((*prefix, *error["loc"]), error, root), error) for error in errors]
     placed = [(loc, error) for loc, error in placed if not _is_consequence(error)]
+    # a branch that the value is not of, where another one blames a part of the value
+    inner = {loc[:length] for loc, _ in placed for length in range(len(loc))}
+    placed = [(loc, error) for loc, error in placed if loc not in inner]
     groups = groupby(placed, key=lambda item: item[0])
     return [_problem(loc, [error for _, error in group], root) for loc, group in groups]
 
 
 def _trim(loc: tuple[str | int, ...], error: ErrorDetails, root: Node) -> tuple[str | int, ...]:
     """Cut the parts that pydantic appends: the branch of a union, `[key]`."""
-    loc = tuple(part for part in loc if part not in BRANCHES)
+    written: list[str | int] = []
+    for part in loc:
+        is_of_list = isinstance(find_node(root, written).node.value, list)
+        if part not in BRANCHES and not (is_of_list and isinstance(part, str)):
+            written.append(part)
+    loc = tuple(written)
     depth = find_node(root, loc).depth
     return loc[: depth + 1] if error["type"] == "missing" else loc[:depth]
 

@@ -380,10 +380,11 @@ def _keep_history() -> Iterator[None]:
     """Load and save the line history, in a file that only this user can read."""
     try:
         import readline
-    except ImportError:  # a Python built without readline
+
+        file = _history_file(os.environ)
+    except (ImportError, RuntimeError):  # a Python built without readline, or nobody's home
         yield
         return
-    file = _history_file(os.environ)
     readline.set_auto_history(True)
     readline.set_history_length(_MOST_HISTORY)
     with contextlib.suppress(OSError):

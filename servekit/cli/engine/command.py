@@ -38,7 +38,9 @@ def install(
 ) -> None:
     """Make a Python environment for an engine, below XDG_DATA_HOME."""
     from servekit.cli.engine.installer import EnvironmentSpec, make_environment
+    from servekit.cli.up.run import end_on_signals
 
+    end_on_signals()
     spec = EnvironmentSpec(tuple(requirements), name, python, installer)
     for line in make_environment(spec, os.environ):
         typer.echo(line, err=True)

@@ -121,8 +121,11 @@ def remove_environment(name: str, environ: Mapping[str, str], *, force: bool = F
         if users:
             pids = ", ".join(map(str, users))
             raise ConfigError(f"processes run in {name} (PID {pids}): stop them, or use --force")
-        (folder / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(folder)
+        if folder.is_symlink():
+            folder.unlink()
+        else:
+            (folder / MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(folder)
     return f"{name} is removed"
 
 
@@ -183,6 +186,8 @@ class _Pip:
 
     def make_venv(self, folder: Path) -> None:
         _run([self.python, "-m", "venv", str(folder)])
+        if not (folder / "bin" / "python").exists():
+            raise StartError(f"{self.python} has made no environment: it is no Python interpreter")
 
     def install(self, folder: Path, requirements: Sequence[str]) -> None:
         _run([str(folder / "bin" / "python"), "-m", "pip", "install", *requirements])

@@ -13,7 +13,7 @@ import typer
 
 from servekit.cli import instance_lookup
 from servekit.cli.instance_lookup import RunDirectory
-from servekit.errors import ConfigError, ServekitError, StartError, did_you_mean
+from servekit.errors import ConfigError, NobodyRuns, ServekitError, StartError, did_you_mean
 
 if TYPE_CHECKING:
     from servekit.config.schema import ModelConfig
@@ -100,12 +100,16 @@ def _state_of(model: Any) -> str:
 
 
 def _read_status(run_dir: Path | None) -> "Status | None":
+    """Return the status of the instance; None if there is none, or if it is told not to answer."""
     from servekit.supervisor.process.instances import choose_run_dir, list_instances
 
     folder = choose_run_dir(run_dir, list_instances(), os.environ)
     try:
         return None if folder is None else instance_lookup.read_status(folder)
-    except ServekitError:
+    except NobodyRuns:
+        return None
+    except ServekitError as error:
+        typer.echo(f"{folder}: {error.message}", err=True)
         return None
 
 
@@ -157,13 +161,21 @@ def _tell_fit(path: str, revision: str | None) -> None:
     from servekit.cli.up.command import make_plan, make_source, tell_fit
     from servekit.cli.up.sources import ModelOptions, write_for_models
 
-    word = f"{path}@{revision}" if revision else path
     try:
         if not path.startswith("pypi:"):
+            word = _join_revision(path, revision) if revision else path
             words = write_for_models((word,), ModelOptions(), os.environ)
             tell_fit(make_plan(make_source(words)))
     except ServekitError as error:
         typer.echo(f"This machine cannot serve it: {error.message}", err=True)
+
+
+def _join_revision(path: str, revision: str) -> str:
+    """Return the address of a revision of a hub's path: hf://org/name@v1/file.gguf."""
+    from urllib.parse import quote
+
+    owner, name, *file = path.split("/", 2)
+    return "/".join((f"hf://{owner}", f"{name}@{quote(revision, safe='')}", *file))
 
 
 def _show_progress(path: str, lines: Any) -> str:
@@ -256,13 +268,18 @@ def rm(
 
 
 def _refuse_in_use(source: str, run_dir: Path | None) -> None:
-    """Raise StartError if an instance serves a model from these files."""
+    """Raise StartError if an instance serves a model from these files, or may do so."""
     from servekit.cli.model_files import disk
     from servekit.supervisor.process.instances import list_instances
 
     folders = {one.run_dir for one in list_instances()} | ({run_dir} if run_dir else set())
     for folder in sorted(folders):
-        status = _read_status(folder)
-        for model in status.models if status is not None else ():
+        try:
+            models = instance_lookup.read_status(folder).models
+        except NobodyRuns:
+            continue
+        except ServekitError as error:
+            raise StartError(f"what {folder} serves is not known: {error.message}") from None
+        for model in models:
             if disk.source_of(model.path) == source:
                 raise StartError(f"the instance in {folder} serves {model.name} from {source}")

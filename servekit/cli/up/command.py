@@ -215,9 +215,13 @@ def make_source(
 
 
 def make_plan(source: "Source") -> "Plan":
+    from servekit.cli.up.sources import blame_options
     from servekit.system.gpu.gpus import find_gpus
 
-    return source.plan(find_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")))
+    try:
+        return source.plan(find_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")))
+    except ConfigError as error:
+        raise ConfigError(blame_options(source.path, error.message)) from None
 
 
 def tell_fit(plan: "Plan", *, quiet: bool = False) -> None:

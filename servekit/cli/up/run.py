@@ -20,7 +20,7 @@ from servekit.cli.up.command import (
     make_source,
     tell_fit,
 )
-from servekit.errors import ServekitError
+from servekit.errors import ConfigError, ServekitError
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -53,16 +53,19 @@ def run_model(
     """
     from servekit.cli.up.sources import ModelOptions, find_source
 
+    options = ModelOptions(None, engine, gpus, memory, max_context)
     served = _find_served(model)
     if served is not None:
+        if flags := options.given():
+            said = f"{flags[0]}: the instance in {served} serves {model} already, as its file says"
+            raise ConfigError(said)
         chat.talk_to(model, served, system)
         return
     from servekit.cli.up.background import Background
 
-    options = ModelOptions(None, engine, gpus, memory, max_context)
     path = find_source((model,), None, options, os.environ)
     tell_fit(make_plan(make_source(path)))
-    _end_on_signals()
+    end_on_signals()
     with tempfile.TemporaryDirectory(prefix="servekit-run-", dir=_find_root()) as folder:
         flags = ["--port", "0", "--parent-pid", str(os.getpid())]
         instance = Background.start(path, Path(folder) / "run", flags)
@@ -78,8 +81,8 @@ def _find_root() -> str:
     return root if len(os.fsencode(root)) <= _LONGEST_ROOT_BYTES else "/tmp"
 
 
-def _end_on_signals() -> None:
-    """Let a hangup, as when the terminal is closed, and SIGTERM end the instance, too."""
+def end_on_signals() -> None:
+    """Let a hangup, as when the terminal is closed, and SIGTERM end what this process has begun."""
 
     def end(number: int, frame: "FrameType | None") -> None:
         sys.exit(128 + number)

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 from servekit.errors import ConfigError, StartError
 
 NAME = "servekit.yaml"
+#: Of the files for typed models, beside the default run directory.
+_FOLDER = "typed"
 _SUFFIXES = (".yaml", ".yml", ".json")
 
 
@@ -105,9 +108,23 @@ def write_for_models(
     text += json.dumps({"models": models}, indent=2) + "\n"
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     label = names[0].replace("/", "-").replace(":", "-")
-    path = default_paths(environ)[0].parent / "typed" / f"{label}-{digest}.yaml"
+    path = default_paths(environ)[0].parent / _FOLDER / f"{label}-{digest}.yaml"
     _write_private(path, text)
     return path
+
+
+def blame_options(path: Path, message: str) -> str:
+    """Return an error about a file for typed models with the options that were typed."""
+    if path.parent.name != _FOLDER:
+        return message
+    place = rf"^{re.escape(str(path))}:\d+:\d+: models\[\d+\]\.(\w+)(\[\d+\])?: "
+    names = {one.name for one in fields(ModelOptions)}
+
+    def name_option(found: re.Match[str]) -> str:
+        option = found[1].replace("_", "-")
+        return f"--{option}: " if found[1] in names else found[0]
+
+    return re.sub(place, name_option, message, flags=re.MULTILINE)
 
 
 def _describe_model(word: str, options: ModelOptions) -> dict[str, Any]:

@@ -271,7 +271,7 @@ class FasterWhisperOptions(Section):
     """Leave out what is no speech, found by Silero's model, before the recording is read."""
     no_speech_threshold: Annotated[float | None, Field(ge=0, le=1)] = 0.6
     """Leave out a window that is silent with more than this probability, and whose text is
-    unlikely; null: none."""
+    unlikely; 1: none."""
     condition_on_previous_text: bool = False
     """Read a window with the text before it: more consistent, and more likely to repeat itself. The
     library's default is true. Such windows are seldom written together."""

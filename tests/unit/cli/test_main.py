@@ -239,3 +239,18 @@ def test_ctrl_c_during_the_imports_is_silent(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         _, told = process.communicate(timeout=30)
     assert (process.returncode, told) == (-signal.SIGINT, b"")
+
+
+@pytest.mark.parametrize("words", [("engine", "list"), ("key", "ls"), ("ls",)])
+def test_a_user_without_a_home_is_told_to_set_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME", "HF_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "~")  # as it is found where there is neither HOME nor a user
+    done = invoke(*words)
+    assert (done.exit_code, done.stderr) == (
+        1,
+        f"user {os.getuid()} has no home directory: set HOME\n",
+    )

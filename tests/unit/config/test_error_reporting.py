@@ -108,6 +108,15 @@ def test_a_hint_fits_what_was_written(tmp_path: Path, line: str, said: str) -> N
         assert found.endswith(said), "and nothing more"
 
 
+def test_a_word_of_a_command_is_told_at_its_place(tmp_path: Path) -> None:
+    text = "models:\n  - name: a\n    engine: command\n    options:\n"
+    [said] = complaints(write(tmp_path, f"{text}      command: [ls, '{{port}}', 80]\n"))
+    assert said == (
+        ":5:31: models[0].options.command[2]: must be text, but is the number 80. "
+        'Put it in quotes: "80".'
+    )
+
+
 def test_a_key_that_must_be_there_is_not_left_out(tmp_path: Path) -> None:
     [said] = complaints(write(tmp_path, "models: none\n"))
     assert said.endswith("models: must be a list, but is the text 'none'. Write [none].")

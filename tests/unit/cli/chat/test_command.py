@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import httpx
 import pytest
 
+from servekit.cli.chat import command
 from servekit.cli.chat.command import Talk, read_question, run_command, strip_quotes
 from servekit.cli.chat.stream import ChatParameters
 from servekit.errors import ConfigError
@@ -69,3 +72,14 @@ def test_text_between_quotes_is_taken_without_them() -> None:
     assert strip_quotes('"""a\nb"""') == "a\nb"
     assert strip_quotes('say """') == 'say """'
     assert strip_quotes('""""') == '""""'
+
+
+def test_a_user_without_a_home_talks_without_a_history(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "~")
+    with command._keep_history():
+        pass
+    assert list(tmp_path.iterdir()) == []

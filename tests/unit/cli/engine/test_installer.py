@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ from servekit.config.engines.environments import MANIFEST
 from servekit.config.engines.options import KINDS
 from servekit.errors import ConfigError, StartError
 from tests.engine_environment import make_environment as make_venv
+from tests.polling import poll
 
 #: A package whose wheel is not there: pip fails at once, and needs no network for it.
 NOWHERE = "nowhere @ file:///nowhere-1.0-py3-none-any.whl"
@@ -129,6 +131,42 @@ def test_those_that_are_not_finished_are_listed_as_such(
     version = ".".join(map(str, sys.version_info[:3]))
     assert (done["name"], done["python"], done["trouble"]) == ("done", version, "")
     assert half["trouble"] == "it is not finished: remove it, or install it again"
+
+
+def test_a_link_to_an_environment_is_removed_and_not_the_environment(
+    tmp_path: Path, environ: dict[str, str], home: Path
+) -> None:
+    make_venv(tmp_path / "elsewhere")
+    (home / "x").symlink_to(tmp_path / "elsewhere")
+    assert remove_environment("x", environ) == "x is removed"
+    assert not (home / "x").is_symlink()
+    assert (tmp_path / "elsewhere" / "bin" / "python").exists()
+
+
+def test_what_is_no_python_is_told(environ: dict[str, str], home: Path) -> None:
+    spec = EnvironmentSpec(("vllm",), "x", "true", "pip")
+    with pytest.raises(StartError, match="true has made no environment: it is no Python"):
+        list(make_environment(spec, environ))
+    assert not (home / "x").exists()
+
+
+def test_the_installer_ends_with_the_command(
+    tmp_path: Path, environ: dict[str, str], home: Path
+) -> None:
+    slow, told = tmp_path / "slow", tmp_path / "pid"
+    slow.write_text(
+        f'#!/bin/sh\nmkdir -p "$3"\necho $$ > {told}.new\nmv {told}.new {told}\nexec sleep 600\n'
+    )
+    slow.chmod(0o755)
+    command = [sys.executable, "-m", "servekit", "engine", "install", "--name", "x"]
+    with subprocess.Popen(
+        [*command, "--python", str(slow), "--with", "pip", "xllamacpp"], env=environ
+    ) as process:
+        poll("the installer runs", told.exists)
+        process.terminate()
+        assert process.wait(timeout=30) == 128 + signal.SIGTERM
+    assert not Path(f"/proc/{told.read_text().strip()}").exists()
+    assert not (home / "x").exists()
 
 
 def test_packages_are_known_by_the_engines_that_they_bring() -> None:

@@ -11,8 +11,9 @@ from msgspec.structs import replace
 
 from servekit.cli.init.config_template import DEMO
 from servekit.cli.model_files import command
+from servekit.config import paths
 from servekit.errors import ConfigError
-from servekit.protocol.messages import Status
+from servekit.protocol.messages import Refused, Status
 from servekit.protocol.residency import ResidencyStatus
 from tests.unit.cli.instance import invoke, listening, make_model, make_replica, make_status
 from tests.unit.cli.model_files.test_disk import environ, fill
@@ -176,6 +177,13 @@ def test_a_word_that_is_neither_is_told_with_the_models_of_the_file(config: Path
     assert "the file's models" not in error.value.message
 
 
+@pytest.mark.parametrize("path", ["org/name", "org/name:Q4_K_M", "org/name/sub/file.gguf"])
+@pytest.mark.parametrize("revision", ["v3", "refs/pr/1"])
+def test_a_revision_is_looked_up_as_an_address(path: str, revision: str) -> None:
+    found = paths.check_model_path(command._join_revision(path, revision), Path.cwd())
+    assert (found.kind, found.text, found.revision) == ("hub", path, revision)
+
+
 @pytest.mark.parametrize("words", [("pull",), ("rm", "--yes")])
 @pytest.mark.parametrize(
     "keys",
@@ -270,3 +278,15 @@ def test_rm_spares_what_any_instance_serves(config: Path, tmp_path: Path, run_di
         done = invoke("rm", "org/name", "--yes", "--run-dir", run_dir)
     said = f"the instance in {second} serves a from org/name\n"
     assert (done.exit_code, done.stderr) == (1, said)
+
+
+def test_an_instance_that_does_not_answer_is_told_and_its_files_are_spared(run_dir: Path) -> None:
+    def refuse() -> Any:
+        return Refused("busy")
+
+    with listening(run_dir, lambda message: None, refuse):
+        listed = invoke("ls", "--run-dir", run_dir)
+        removed = invoke("rm", "org/name", "--yes", "--run-dir", run_dir)
+    assert (listed.exit_code, listed.stderr) == (0, f"{run_dir}: busy\n")
+    said = f"what {run_dir} serves is not known: busy\n"
+    assert (removed.exit_code, removed.stderr) == (1, said)

@@ -11,7 +11,7 @@ from servekit.cli.chat import command as chat
 from servekit.cli.up import run
 from servekit.cli.up.background import Background
 from servekit.errors import ServekitError
-from tests.unit.cli.instance import listening, make_model, make_replica, make_status
+from tests.unit.cli.instance import invoke, listening, make_model, make_replica, make_status
 from tests.unit.cli.up.test_background import holding
 
 
@@ -22,6 +22,14 @@ def test_a_model_that_is_served_is_found_by_any_name(tmp_path: Path) -> None:
             assert run._find_served("unlikely-alias") == tmp_path
             assert run._find_served("unlikely") is None
         assert run._find_served("unlikely-alias") is None, "one that does not answer is left out"
+
+
+def test_options_for_a_model_that_is_served_already_are_refused(tmp_path: Path) -> None:
+    status = make_status(make_model("unlikely"))
+    with holding(tmp_path), listening(tmp_path, lambda message: None, status):
+        done = invoke("run", "unlikely", "--max-context", "64")
+    said = f"--max-context: the instance in {tmp_path} serves unlikely already, as its file says\n"
+    assert (done.exit_code, done.stderr) == (2, said)
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_conversation(tmp_path: Path) -> None:

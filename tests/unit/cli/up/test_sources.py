@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from servekit.cli.up import sources
 from servekit.cli.up.sources import ModelOptions, find_source
 from servekit.config.load import load_config
 from servekit.errors import ConfigError
@@ -91,3 +92,15 @@ def test_contradictions_are_sentences(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         find(tmp_path, *words, **options)  # type: ignore[arg-type]
+
+
+def test_an_error_in_a_written_file_names_the_option(tmp_path: Path) -> None:
+    path = find(tmp_path, "org/name", memory="much", gpus="x", max_context=64)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    memory, gpus = sources.blame_options(path, caught.value.message).splitlines()
+    assert memory.startswith("--memory: 'much' is not an amount of memory")
+    assert gpus.startswith("--gpus: a GPU is an index")
+    other = tmp_path / "servekit.yaml"
+    said = f"{other}:1:2: models[0].memory: no"
+    assert sources.blame_options(other, said) == said
