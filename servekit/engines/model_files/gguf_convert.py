@@ -33,6 +33,12 @@ FLOAT32_BELOW = 1_000_000_000
 #: Tensors by which the frequencies of rotary embeddings are divided: one for all texts, as in
 #: Llama 3, or of LongRoPE.
 _FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+#: Kinds of tokenizers with a token before each text, unless the file says otherwise, and whose
+#: whole words are looked up before any are merged. Source: llama-vocab.cpp of llama.cpp.
+_LIKE_LLAMA_3 = {
+    *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+    *("jina-v5-nano", "tekken"),
+}
 _TEXT_BYTES = 64 * 2**20  # generous size of tokenizer and configuration
 
 
@@ -76,6 +82,10 @@ def _load_tokenizer(path: Path, header: Header) -> Any:
     for name, token_id in header.special_ids.items():
         setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(token_id))
     tokenizer.clean_up_tokenization_spaces = False
+    if header.metadata.get("tokenizer.ggml.pre") in _LIKE_LLAMA_3:
+        tokenizer.backend_tokenizer.model.ignore_merges = True
+        if "tokenizer.ggml.add_bos_token" not in header.metadata:
+            tokenizer.add_bos_token = True
     return tokenizer
 
 

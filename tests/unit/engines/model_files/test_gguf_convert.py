@@ -185,6 +185,22 @@ def test_the_token_that_closes_a_turn_in_the_template_ends_the_answer(tmp_path: 
         harness.close()
 
 
+@pytest.mark.parametrize("kind", ["llama-bpe", "tekken", "qwen2"])
+def test_a_text_has_the_tokens_that_it_has_in_llama_cpp(tmp_path: Path, kind: str) -> None:
+    """Llama 3's and Mistral's begin with a token of its own, and have words that no merge makes."""
+    metadata: dict[str, Any] = {"tokenizer__ggml__pre": kind}
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", added=(["sea"], 1), **metadata)
+    (folder := tmp_path / "out").mkdir()
+    gguf_convert.convert_gguf(path, folder, ignore)
+    found = tokenizer(folder)
+    engine = llamacpp(path)
+    try:
+        for text in ("sea", "the sea", "12 seas", ""):
+            assert found(text)["input_ids"] == engine.engine.codec.encode(text)
+    finally:
+        engine.close()
+
+
 LONG = {
     "rope_factors_long.weight": [1.0, 1.5, 2.0, 3.0, 4.0, 5.0],
     "rope_factors_short.weight": [1.0] * 6,
