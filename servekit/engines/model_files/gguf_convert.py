@@ -33,6 +33,9 @@ FLOAT32_BELOW = 1_000_000_000
 #: Tensors by which the frequencies of rotary embeddings are divided: one for all texts, as in
 #: Llama 3, or of LongRoPE.
 _FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+#: Layers of the models of Gemma whose attention is scaled by other than the size of a head. Source:
+#: llama.cpp's models of gemma2 and gemma3.
+_GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 #: Kinds of tokenizers with a token before each text, unless the file says otherwise, and whose
 #: whole words are looked up before any are merged. Source: llama-vocab.cpp of llama.cpp.
 _LIKE_LLAMA_3 = {
@@ -63,6 +66,7 @@ def convert_gguf(path: Path, folder: Path, report: Report) -> None:
             tokenizer = _load_tokenizer(path, header)
             model = _load_model(path, header)
             _set_rotary_scaling(model, path, header)
+        _set_attention_scale(model, header)
         _name_ends(model, header)
         _set_sampling(model, header)
         tokenizer.save_pretrained(folder)
@@ -125,6 +129,15 @@ def _set_sampling(model: Any, header: Header) -> None:
     model.generation_config.do_sample = True
     for name, value in read_sampling_defaults(header.metadata.get).items():
         setattr(model.generation_config, name, value)
+
+
+def _set_attention_scale(model: Any, header: Header) -> None:
+    """Set the scale of Gemma's attention: the library takes every head for one of 256 numbers."""
+    if header.architecture in _GEMMA_27B:
+        config = model.config
+        of_27b = config.num_hidden_layers == _GEMMA_27B[header.architecture]
+        per_head = config.hidden_size // config.num_attention_heads
+        config.query_pre_attn_scalar = per_head if of_27b else config.head_dim
 
 
 def _set_rotary_scaling(model: Any, path: Path, header: Header) -> None:

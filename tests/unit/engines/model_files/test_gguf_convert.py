@@ -15,6 +15,7 @@ from servekit.model_metadata.gguf import END_KEYS, END_TOKENS, read_header
 from servekit.protocol.messages import Progress
 from tests.unit.engines.conftest import llamacpp
 from tests.unit.engines.harness import Harness, make_spec, write_tiny_llama
+from tests.unit.engines.llamacpp.making import write_sentencepiece
 from tests.unit.engines.origins import (
     HIDDEN,
     SMOLLM2,
@@ -242,6 +243,11 @@ def test_rotary_embeddings_are_scaled_as_in_llama_cpp(tmp_path: Path, way: str) 
     )
     (folder := tmp_path / "out").mkdir()
     gguf_convert.convert_gguf(path, folder, ignore)
+    assert_as_llama_cpp(path, folder, 1e-3)
+
+
+def assert_as_llama_cpp(path: Path, folder: Path, within: float) -> None:
+    """The model in the folder has the logits that llama.cpp computes from the file."""
     prompt = [3 + 7919 * at % 250 for at in range(200)]
     found = logits(load(folder), prompt)[-1].log_softmax(-1).topk(20).values.tolist()
     engine = llamacpp(path)
@@ -249,7 +255,17 @@ def test_rotary_embeddings_are_scaled_as_in_llama_cpp(tmp_path: Path, way: str) 
         (token,) = engine.logprobs(engine.submit(prompt, max_tokens=1, logprobs=20))
     finally:
         engine.close()
-    assert [logprob for _, logprob in token.best] == pytest.approx(found, abs=1e-3)
+    assert [logprob for _, logprob in token.best] == pytest.approx(found, abs=within)
+
+
+def test_gemmas_attention_is_scaled_as_in_llama_cpp(tmp_path: Path) -> None:
+    stated = {"key_length": 16, "value_length": 16, "sliding_window": 32}
+    metadata = {f"gemma2__attention__{key}": value for key, value in stated.items()}
+    caps = {"gemma2__attn_logit_softcapping": 50.0, "gemma2__final_logit_softcapping": 30.0}
+    path = write_sentencepiece(tmp_path / "tiny.gguf", architecture="gemma2", **metadata, **caps)
+    (folder := tmp_path / "out").mkdir()
+    gguf_convert.convert_gguf(path, folder, ignore)
+    assert_as_llama_cpp(path, folder, 2e-2)  # which has a table of GELU
 
 
 def test_progress_counts_every_tensor(tmp_path: Path) -> None:
