@@ -70,7 +70,7 @@ def of_config(config: Mapping[str, Any]) -> Attention:
         heads_width=heads * max(head, keys),
         vocabulary=_first_count(text, "vocab_size") or _first_count(config, "vocab_size"),
         max_context=_first_count(
-            text, "max_position_embeddings", "n_positions", "max_sequence_length"
+            text, "max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len"
         ),
     )
 

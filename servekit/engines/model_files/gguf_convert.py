@@ -13,6 +13,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -25,10 +26,22 @@ from servekit.model_metadata.gguf import Header, read_header, read_sampling_defa
 from servekit.protocol.messages import Progress
 
 #: Incremented when the conversion's result changes; part of the keys of cached conversions.
-CONVERTER = "gguf-4"
+CONVERTER = "gguf-5"
 #: Those of earlier versions, whose conversions a new one replaces.
-EARLIER_CONVERTERS = ("gguf-1", "gguf-2", "gguf-3")
+EARLIER_CONVERTERS = ("gguf-1", "gguf-2", "gguf-3", "gguf-4")
 FLOAT32_BELOW = 1_000_000_000
+#: Tensors by which the frequencies of rotary embeddings are divided: one for all texts, as in
+#: Llama 3, or of LongRoPE.
+_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+#: Layers of the models of Gemma whose attention is scaled by other than the size of a head. Source:
+#: llama.cpp's models of gemma2 and gemma3.
+_GEMMA_27B = {"gemma2": 46, "gemma3": 62}
+#: Kinds of tokenizers with a token before each text, unless the file says otherwise, and whose
+#: whole words are looked up before any are merged. Source: llama-vocab.cpp of llama.cpp.
+_LIKE_LLAMA_3 = {
+    *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+    *("jina-v5-nano", "tekken"),
+}
 _TEXT_BYTES = 64 * 2**20  # generous size of tokenizer and configuration
 
 
@@ -52,6 +65,8 @@ def convert_gguf(path: Path, folder: Path, report: Report) -> None:
         with _hasten_library(report, header.tensors):
             tokenizer = _load_tokenizer(path, header)
             model = _load_model(path, header)
+            _set_rotary_scaling(model, path, header)
+        _set_attention_scale(model, header)
         _name_ends(model, header)
         _set_sampling(model, header)
         tokenizer.save_pretrained(folder)
@@ -71,6 +86,10 @@ def _load_tokenizer(path: Path, header: Header) -> Any:
     for name, token_id in header.special_ids.items():
         setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(token_id))
     tokenizer.clean_up_tokenization_spaces = False
+    if header.metadata.get("tokenizer.ggml.pre") in _LIKE_LLAMA_3:
+        tokenizer.backend_tokenizer.model.ignore_merges = True
+        if "tokenizer.ggml.add_bos_token" not in header.metadata:
+            tokenizer.add_bos_token = True
     return tokenizer
 
 
@@ -110,6 +129,81 @@ def _set_sampling(model: Any, header: Header) -> None:
     model.generation_config.do_sample = True
     for name, value in read_sampling_defaults(header.metadata.get).items():
         setattr(model.generation_config, name, value)
+
+
+def _set_attention_scale(model: Any, header: Header) -> None:
+    """Set the scale of Gemma's attention: the library takes every head for one of 256 numbers."""
+    if header.architecture in _GEMMA_27B:
+        config = model.config
+        of_27b = config.num_hidden_layers == _GEMMA_27B[header.architecture]
+        per_head = config.hidden_size // config.num_attention_heads
+        config.query_pre_attn_scalar = per_head if of_27b else config.head_dim
+
+
+def _set_rotary_scaling(model: Any, path: Path, header: Header) -> None:
+    """Set the scaling of rotary embeddings of the file, which the library reads for gpt-oss alone.
+
+    Where layers differ, as in Gemma 3, it is of those with full attention, as in llama.cpp.
+    """
+    config = model.config.get_text_config()
+    stated = getattr(config, "rope_parameters", None) or {}
+    layers = "full_attention"
+    own = dict(stated.get(layers, stated))
+    size = header.metadata.get(f"{header.architecture}.rope.dimension_count")
+    if size and "partial_rotary_factor" in own:
+        width = getattr(config, "head_dim", None) or config.hidden_size / config.num_attention_heads
+        own["partial_rotary_factor"] = size / width
+    if own.get("rope_type") == "default":
+        own |= _read_rotary_scaling(path, header)
+    if own:
+        config.rope_parameters = stated | {layers: own} if layers in stated else own
+    if hasattr(config, "original_max_position_embeddings"):  # of Phi 3, beside its LongRoPE
+        config.original_max_position_embeddings = own.get(
+            "original_max_position_embeddings", config.max_position_embeddings
+        )
+
+
+def _read_rotary_scaling(path: Path, header: Header) -> dict[str, Any]:
+    """Return the library's parameters of rotary embeddings; {} if they are not scaled.
+
+    Factors of a tensor are those of LongRoPE, which has them, too, and for texts of any length.
+    """
+    metadata, of = header.metadata, f"{header.architecture}.rope"
+    factor = float(metadata.get(f"{of}.scaling.factor", metadata.get(f"{of}.scale_linear", 0)) or 1)
+    context = int(metadata.get(f"{header.architecture}.context_length", 1))
+    original = int(metadata.get(f"{of}.scaling.original_context_length", context))
+    attention = float(metadata.get(f"{of}.scaling.attn_factor", 1))
+    freqs, long, short = (_read_numbers(path, header, name) for name in _FACTORS)
+    if freqs or (long and short):
+        return {
+            "rope_type": "longrope",
+            "long_factor": freqs or long,
+            "short_factor": freqs or short,
+            "original_max_position_embeddings": original,
+            "factor": max(1.0, context / original),
+            "attention_factor": attention,
+        }
+    match metadata.get(f"{of}.scaling.type", "linear"):
+        case "linear" if factor != 1:
+            return {"rope_type": "linear", "factor": factor}
+        case "yarn":
+            return {
+                "rope_type": "yarn",
+                "factor": factor,
+                "original_max_position_embeddings": original,
+                "attention_factor": attention * (1 + 0.1 * math.log(max(factor, 1))),
+            }
+    return {}
+
+
+def _read_numbers(path: Path, header: Header, name: str) -> list[float]:
+    """Return the numbers of a small tensor; [] without it."""
+    if name not in header.sizes:
+        return []
+    import gguf
+
+    tensors = gguf.GGUFReader(str(path)).tensors
+    return next([float(n) for n in one.data] for one in tensors if one.name == name)
 
 
 def _save_model(model: Any, folder: Path) -> None:

@@ -21,6 +21,8 @@ from servekit.engines.transformers.request_row import Row
 from servekit.engines.transformers.runner import CausalRunner
 from servekit.engines.transformers.sampling import Sampler, best_tokens
 
+#: Names of the cache as an argument, from transformers 5.24 on and before.
+_CACHES = ("cache", "past_key_values")
 #: The library's method for positions, which some models have an own one of.
 _POSITIONS = "_prepare_position_ids_for_generation"
 
@@ -109,6 +111,8 @@ class StaticRunner(CausalRunner):
         self.mixing.lay_out_alone(Part(row.adapter, self._seen, len(now)))
         wanted = prompt_scores.find_span(row, 0, self._seen, len(now))
         self._seen += len(now)
+        if first:
+            self._cache |= self._make_cache(model)
         inputs = model.prepare_inputs_for_generation(
             torch.tensor([now], device=model.device),
             attention_mask=torch.ones(1, self._seen, dtype=torch.int64, device=model.device),
@@ -129,6 +133,18 @@ class StaticRunner(CausalRunner):
         """Return the model that runs a row: the base, or that of its adapter."""
         own = None if row.adapter is None else row.adapter.model
         return self._model if own is None else own
+
+    @staticmethod
+    def _make_cache(model: Any) -> dict[str, DynamicCache]:
+        """Return an empty cache, as `generate` makes it before the first token, if it does.
+
+        RecurrentGemma uses the one that it is given, and returns none.
+        """
+        taken = signature(model.forward).parameters
+        name = next((name for name in _CACHES if name in taken), None)
+        if name is None or not model._supports_default_dynamic_cache():
+            return {}
+        return {name: DynamicCache(config=model.config.get_text_config(decoder=True))}
 
     def _positions(self, model: Any) -> dict[str, torch.Tensor]:
         """Return the positions of all tokens so far, as `generate` has them, if that is plain.
@@ -153,7 +169,7 @@ class StaticRunner(CausalRunner):
 
     def _in_pieces(self) -> bool:
         """Return whether the prompt can be read in chunks; a recurrent model reads it whole."""
-        cache = self._cache.get("cache", self._cache.get("past_key_values"))  # 5.24; before
+        cache = next((self._cache[name] for name in _CACHES if name in self._cache), None)
         layers = getattr(self._model.config.get_text_config(), "layer_types", None) or ()
         attends = not getattr(self._model, "_is_stateful", False)
         attends &= "linear_attention" not in layers

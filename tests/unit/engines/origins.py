@@ -60,6 +60,7 @@ def write_tiny_gguf(
     sentencepiece: tuple[list[str], list[float], list[int]] | None = None,
     added: tuple[list[str], int] = ([], 1),
     experts: int = 0,
+    more: dict[str, list[float]] | None = None,
     **metadata: Any,
 ) -> Path:
     """A llama, or another architecture, of 2 layers in Q8_0, or in float32.
@@ -68,7 +69,7 @@ def write_tiny_gguf(
     `metadata` is more of it, with __ for the dots in its keys. `sentencepiece` is another
     vocabulary: pieces, scores, kinds.
     `added` are further tokens of a byte-level vocabulary, and their kind. With `experts`, each
-    layer has so many, of which a token uses two.
+    layer has so many, of which a token uses two. `more` are further tensors.
     """
     writer = gguf.GGUFWriter(path, architecture)
     if experts:
@@ -110,6 +111,8 @@ def write_tiny_gguf(
         else:
             kind = gguf.GGMLQuantizationType.Q8_0
             writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
+    for name, numbers in (more or {}).items():
+        writer.add_tensor(name, np.array(numbers, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -163,6 +166,11 @@ def _shapes(vocabulary: int, architecture: str, experts: int) -> dict[str, tuple
         }
         if experts:
             shapes[f"{block}ffn_gate_inp.weight"] = (experts, HIDDEN)
+        if architecture == "phi3":
+            for name in ("attn_q", "attn_k", "attn_v", "ffn_gate"):
+                del shapes[f"{block}{name}.weight"]
+            shapes[f"{block}attn_qkv.weight"] = (HIDDEN + 2 * narrow, HIDDEN)
+            shapes[f"{block}ffn_up.weight"] = (2 * FEED_FORWARD, HIDDEN)
         if architecture == "gemma2":
             norms = ("post_attention_norm", "post_ffw_norm")
             shapes |= {f"{block}{name}.weight": (HIDDEN,) for name in norms}

@@ -108,7 +108,10 @@ def shape_of(config: Any, itemsize: int) -> Shape:
 
 def context_of(config: Any) -> int | None:
     """Return the context that a model's text configuration states, in tokens; None if none."""
-    names = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
+    names = (
+        *("max_position_embeddings", "n_positions", "max_sequence_length"),
+        *("max_seq_len", "seq_length"),  # of MPT, which fails beyond it, and of Bloom
+    )
     stated = [value for name in names if isinstance(value := getattr(config, name, None), int)]
     return next((value for value in stated if value > 0), None)
 

@@ -128,12 +128,14 @@ def bert_by_transformers(tensors: Tensors) -> Any:
     return model.eval()
 
 
-def write_sentencepiece(path: Path) -> Path:
-    """The tiny llama with a SentencePiece vocabulary: words with their space, letters, bytes."""
+def write_sentencepiece(path: Path, **fields: Any) -> Path:
+    """The tiny llama, or what `fields` say, with a SentencePiece vocabulary: words with their
+    space, letters, bytes.
+    """
     words = ["▁", "▁the", "▁sea", "th", "se", "e", "a", "t", "h", "s", "▁t", "▁s", "▁th", "▁se"]
     special = ["<unk>", "<s>", "</s>"]
     data = [f"<0x{byte:02X}>" for byte in range(256)]
     tokens = [*special, *data, *words]
     kinds = [_UNKNOWN, *[_CONTROL] * 2, *[_BYTE] * 256, *[_NORMAL] * len(words)]
     scores = [0.0] * 259 + [-1.0 - 0.1 * n for n in range(len(words))]
-    return write_tiny_gguf(path, float32=True, sentencepiece=(tokens, scores, kinds))
+    return write_tiny_gguf(path, float32=True, sentencepiece=(tokens, scores, kinds), **fields)

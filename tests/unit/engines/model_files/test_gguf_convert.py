@@ -15,6 +15,7 @@ from servekit.model_metadata.gguf import END_KEYS, END_TOKENS, read_header
 from servekit.protocol.messages import Progress
 from tests.unit.engines.conftest import llamacpp
 from tests.unit.engines.harness import Harness, make_spec, write_tiny_llama
+from tests.unit.engines.llamacpp.making import write_sentencepiece
 from tests.unit.engines.origins import (
     HIDDEN,
     SMOLLM2,
@@ -183,6 +184,88 @@ def test_the_token_that_closes_a_turn_in_the_template_ends_the_answer(tmp_path: 
         assert (harness.tokens(job), harness.finish(job)) == ([], "stop")
     finally:
         harness.close()
+
+
+@pytest.mark.parametrize("kind", ["llama-bpe", "tekken", "qwen2"])
+def test_a_text_has_the_tokens_that_it_has_in_llama_cpp(tmp_path: Path, kind: str) -> None:
+    """Llama 3's and Mistral's begin with a token of its own, and have words that no merge makes."""
+    metadata: dict[str, Any] = {"tokenizer__ggml__pre": kind}
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", added=(["sea"], 1), **metadata)
+    (folder := tmp_path / "out").mkdir()
+    gguf_convert.convert_gguf(path, folder, ignore)
+    found = tokenizer(folder)
+    engine = llamacpp(path)
+    try:
+        for text in ("sea", "the sea", "12 seas", ""):
+            assert found(text)["input_ids"] == engine.engine.codec.encode(text)
+    finally:
+        engine.close()
+
+
+LONG = {
+    "rope_factors_long.weight": [1.0, 1.5, 2.0, 3.0, 4.0, 5.0],
+    "rope_factors_short.weight": [1.0] * 6,
+}
+ORIGINAL = "rope__scaling__original_context_length"
+#: By the name of a way to scale: an architecture, further tensors and metadata.
+SCALINGS: dict[str, tuple[str, dict[str, list[float]], dict[str, Any]]] = {
+    "llama3": ("llama", {"rope_freqs.weight": [1.0, 1.0, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0]}, {}),
+    "linear": ("llama", {}, {"rope__scaling__type": "linear", "rope__scaling__factor": 4.0}),
+    "older": ("llama", {}, {"rope__scale_linear": 4.0}),
+    "none": ("llama", {}, {"rope__scaling__type": "none", "rope__scaling__factor": 4.0}),
+    "yarn": (
+        "llama",
+        {},
+        {
+            "rope__scaling__type": "yarn",
+            "rope__scaling__factor": 4.0,
+            ORIGINAL: 64,
+            "rope__scaling__attn_factor": 1.3,
+        },
+    ),
+    "partly": ("phi3", {}, {"rope__dimension_count": 12}),
+    "longrope": (
+        "phi3",
+        LONG,
+        {"rope__dimension_count": 12, ORIGINAL: 64, "rope__scaling__attn_factor": 1.19},
+    ),
+}
+
+
+@pytest.mark.parametrize("way", SCALINGS)
+def test_rotary_embeddings_are_scaled_as_in_llama_cpp(tmp_path: Path, way: str) -> None:
+    """Llama 3.1, Phi 4 mini, Gemma 3 and whatever has YaRN: the library forgets the scaling."""
+    architecture, more, stated = SCALINGS[way]
+    metadata = {f"{architecture}__{key}": value for key, value in stated.items()}
+    metadata["tokenizer__ggml__padding_token_id"] = 0
+    path = write_tiny_gguf(
+        tmp_path / "tiny.gguf", architecture=architecture, float32=True, more=more, **metadata
+    )
+    (folder := tmp_path / "out").mkdir()
+    gguf_convert.convert_gguf(path, folder, ignore)
+    assert_as_llama_cpp(path, folder, 1e-3)
+
+
+def assert_as_llama_cpp(path: Path, folder: Path, within: float) -> None:
+    """The model in the folder has the logits that llama.cpp computes from the file."""
+    prompt = [3 + 7919 * at % 250 for at in range(200)]
+    found = logits(load(folder), prompt)[-1].log_softmax(-1).topk(20).values.tolist()
+    engine = llamacpp(path)
+    try:
+        (token,) = engine.logprobs(engine.submit(prompt, max_tokens=1, logprobs=20))
+    finally:
+        engine.close()
+    assert [logprob for _, logprob in token.best] == pytest.approx(found, abs=within)
+
+
+def test_gemmas_attention_is_scaled_as_in_llama_cpp(tmp_path: Path) -> None:
+    stated = {"key_length": 16, "value_length": 16, "sliding_window": 32}
+    metadata = {f"gemma2__attention__{key}": value for key, value in stated.items()}
+    caps = {"gemma2__attn_logit_softcapping": 50.0, "gemma2__final_logit_softcapping": 30.0}
+    path = write_sentencepiece(tmp_path / "tiny.gguf", architecture="gemma2", **metadata, **caps)
+    (folder := tmp_path / "out").mkdir()
+    gguf_convert.convert_gguf(path, folder, ignore)
+    assert_as_llama_cpp(path, folder, 2e-2)  # which has a table of GELU
 
 
 def test_progress_counts_every_tensor(tmp_path: Path) -> None:

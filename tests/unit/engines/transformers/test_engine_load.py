@@ -119,6 +119,23 @@ def test_other_families_say_what_generate_says(harness: Make, tmp_path: Path, fa
     assert [one.tokens(job) for job in jobs] == expected
 
 
+def test_a_context_by_another_name_is_kept_to(harness: Make, tmp_path: Path) -> None:
+    """MPT has biases for so many tokens, and a longer prompt would end the engine."""
+    tokenizer = byte_level_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    library: Any = AutoModelForCausalLM  # untyped
+    sizes = {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64}
+    config = LIBRARY.MptConfig(vocab_size=len(tokenizer), expansion_ratio=2, **sizes)
+    library.from_config(config).save_pretrained(tmp_path)
+    one = harness(tmp_path)
+    assert one.info.max_context == 64
+    assert len(one.generate([5] * 60, max_tokens=4, ignore_eos=True)) == 4
+    with pytest.raises(ContextLengthExceeded):
+        one.submit([5] * 100)
+    assert_alive(one)
+
+
 def write_long_rope(folder: Path) -> Path:
     """A model with LongRoPE, whose long factors are for more than 32 tokens, as Phi 4 mini's."""
     tokenizer = byte_level_tokenizer()

@@ -75,6 +75,8 @@ def test_pieces_and_the_whole_have_the_librarys_tokens(runner: StaticRunner) -> 
         ("Phi3", {}),  # names `logits_to_keep` when it prepares a step
         # counts positions in the cache of its first layer, where there are none
         ("MiniMax", {"layer_types": ["linear_attention", "full_attention"]}),
+        # returns no cache: what it reads is kept in the one that it is given
+        ("RecurrentGemma", {"num_hidden_layers": 3, "head_dim": 8, "w_init_variance_scale": 20.0}),
     ],
 )
 def test_models_with_ways_of_their_own_say_what_generate_says(
@@ -84,7 +86,7 @@ def test_models_with_ways_of_their_own_say_what_generate_says(
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "initializer_range": 0.4}
     config = getattr(transformers, f"{name}Config")
-    own = config(vocab_size=32, pad_token_id=0, **sizes, **heads, **fields)
+    own = config(vocab_size=32, pad_token_id=0, **(sizes | heads | fields))
     model = getattr(transformers, f"{name}ForCausalLM")(own).eval()
     ids = torch.tensor([PROMPT])
     told = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=-1)
