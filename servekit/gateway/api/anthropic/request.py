@@ -279,20 +279,18 @@ def _convert(message: Message, where: str, names: dict[str, str]) -> Iterator[Ch
 
 
 def _user(blocks: list[Block], where: str, names: dict[str, str]) -> Iterator[ChatMessage]:
-    """Yield the user's parts, with each tool result as a message of its own at its place.
-
-    Results that follow each other come in the order of their calls, whichever was done first: many
-    templates show no ids.
-    """
-    order = {id: at for at, id in enumerate(names)}
-    for is_result, row in groupby(enumerate(blocks), lambda one: one[1].type == "tool_result"):
-        if is_result:
-            for at, block in sorted(row, key=lambda one: order.get(one[1].tool_use_id or "", -1)):
-                yield _result(block, f"{where}[{at}]", names)
-        else:
-            yield make_message("user", [_part(one, f"{where}[{at}]") for at, one in row], where)
-    if not blocks:
-        yield make_message("user", [], where)
+    """Yield the user's parts, with each tool result as a message of its own at its place."""
+    parts: list[str | Media] = []
+    for at, block in enumerate(blocks):
+        if block.type != "tool_result":
+            parts.append(_part(block, f"{where}[{at}]"))
+            continue
+        if parts:
+            yield make_message("user", parts, where)
+            parts = []
+        yield _result(block, f"{where}[{at}]", names)
+    if parts or not blocks:
+        yield make_message("user", parts, where)
 
 
 def _result(block: Block, where: str, names: dict[str, str]) -> ChatMessage:

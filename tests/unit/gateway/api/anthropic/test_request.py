@@ -62,19 +62,6 @@ def test_results_are_messages_in_their_places_between_the_texts() -> None:
     assert not said.continues
 
 
-def test_results_in_a_row_come_in_the_order_of_their_calls() -> None:
-    """Whichever was done first: many templates show no ids."""
-    said = talk(
-        ("assistant", [USE, SEE]),
-        ("user", [result("2", content="b"), result("1", content="a"), text("?")]),
-    )
-    assert [(m.role, m.content) for m in said.messages[1:]] == [
-        ("tool", "a"),
-        ("tool", "b"),
-        ("user", "?"),
-    ]
-
-
 def test_messages_of_one_role_in_a_row_are_one() -> None:
     said = talk(("user", "a"), ("user", [text("b")]), ("assistant", "c"), ("assistant", [USE]),
                 ("user", [result("1"), result("1")]))  # fmt: skip
