@@ -478,6 +478,7 @@ class ErrorMiddleware:
             return
         started, status = False, ClientClosed.status
         origin = RequestContext(dict(scope["headers"]), scope.get("client"))
+        origin.repeats = scope.get("repeats", False)
         ORIGIN.set(origin)  # visible in this request's task only
 
         def watched(message: Any) -> Awaitable[None]:  # hot path: adds no coroutine

@@ -156,7 +156,7 @@ class TextTask(OutputState):
         lists = (output.logprobs or [], output.vectors or [])
         return Delta(
             self.id, output.text, output.token_ids, output.finish, *counts, *lists, output.stop,
-            http=output.http,
+            output.cached_tokens, http=output.http,
         )  # fmt: skip
 
     def continuation(self, generation: Callable[[str], str]) -> Continuation:

@@ -130,7 +130,7 @@ class StoreResponsesConfig(Section):
     as `previous_response_id`, and to be read again."""
 
     max_bytes: Annotated[int, Field(ge=2**20, le=2**50)] = 2**30
-    """Size of all of them, compressed; the oldest make room for new ones."""
+    """Size of all of them, compressed; the oldest of the keys that hold most make room."""
     days: Annotated[float, Field(gt=0, le=3650)] = 30.0
     """How long each is kept."""
 

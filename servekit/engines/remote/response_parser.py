@@ -44,6 +44,7 @@ class ResponseParser:
         self._request = request
         self._estimate = prompt_tokens
         self._counts = (0, 0)
+        self._cached = 0  # of the prompt's tokens
         self._left = most_chars
         self._chars = 0
         self._pieces: list[str] = []
@@ -74,6 +75,7 @@ class ResponseParser:
         prompt, completion = valid_count(usage.prompt_tokens), valid_count(usage.completion_tokens)
         if prompt is not None and completion is not None:
             self._counts, self.counted = (prompt, completion), True
+            self._cached = usage.cached_tokens
 
     def _take_choice(self, choice: Choice) -> None:
         pieces = len(self._pieces)
@@ -206,6 +208,7 @@ class ResponseParser:
             output.finish, output.stop = self.finish, self._stop
             output.prompt_tokens = self.prompt_tokens
             output.completion_tokens = self.completion_tokens
+            output.cached_tokens = min(self._cached, self.prompt_tokens)
         return output
 
     @property

@@ -22,6 +22,14 @@ class Usage(msgspec.Struct):
 
     prompt_tokens: Any = None
     completion_tokens: Any = None
+    prompt_tokens_details: Any = None
+
+    @property
+    def cached_tokens(self) -> int:
+        """Return the tokens of the prompt that came from a cache; 0 if that is not known."""
+        details = self.prompt_tokens_details
+        told = details.get("cached_tokens") if isinstance(details, dict) else None
+        return valid_count(told) or 0
 
 
 class Function(msgspec.Struct):

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
@@ -254,9 +255,10 @@ class ChatTemplate:
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[Sequence[ChatMessage], Sequence[Mapping[str, Any]]]:
         """Replace tools, calls and results by plain text if the template has no place for them."""
-        called = any(message.tool_calls or message.role == "tool" for message in messages)
-        if called and not self._takes_calls:
-            messages = _calls_in_words(messages)
+        if any(message.tool_calls or message.role == "tool" for message in messages):
+            messages = _order_results(messages)
+            if not self._takes_calls:
+                messages = _calls_in_words(messages)
         if tools and not self.takes_tools:
             messages, tools = self._tell_system(messages, _describe_tools(tools)), ()
         return messages, tools
@@ -440,6 +442,24 @@ def _calls_in_words(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         else:
             told.append(message)
     return told
+
+
+def _order_results(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return the conversation with results that follow each other in the order of their calls.
+
+    Agents send those first that were done first, and many templates show no ids.
+    """
+    ordered: list[ChatMessage] = []
+    order: dict[str, int] = {}
+    for is_result, row in groupby(messages, lambda one: one.role == "tool"):
+        turns = list(row)
+        if is_result:
+            places = [order.get(one.tool_call_id or "", len(order)) for one in turns]
+            turns = [turns[at] for at in sorted(range(len(turns)), key=places.__getitem__)]
+        elif calls := turns[-1].tool_calls:
+            order = {call.id: at for at, call in enumerate(calls)}
+        ordered += turns
+    return ordered
 
 
 def _order_roles(messages: Sequence[ChatMessage], *, takes_system: bool) -> list[ChatMessage]:

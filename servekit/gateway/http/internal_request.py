@@ -12,7 +12,7 @@ from servekit.gateway.http.asgi import ASGIApp, encode_error, error_headers
 
 Json = dict[str, Any]
 #: The statuses of refusals that pass.
-_AGAIN = (429, 503)
+AGAIN = (429, 503)
 _LONGEST_PAUSE_S = 30.0
 
 
@@ -27,7 +27,7 @@ class InternalAnswer:
     @property
     def pause_s(self) -> float | None:
         """The time to wait before the request is sent again; None if this answer stands."""
-        if self.status not in _AGAIN:
+        if self.status not in AGAIN:
             return None
         wait = self.headers.get(b"retry-after", b"1")
         return min(_LONGEST_PAUSE_S, float(wait) if wait.isdigit() else 1.0)
@@ -53,7 +53,7 @@ async def post_internally(
     scope: Json = {
         "type": "http", "http_version": "1.1", "method": "POST", "scheme": "http",
         "path": path, "raw_path": path.encode(), "root_path": "", "query_string": b"",
-        "headers": headers, "client": None, "server": None,
+        "headers": headers, "client": None, "server": None, "repeats": True,
     }  # fmt: skip
     unread = [{"type": "http.request", "body": body, "more_body": False}]
     status, told, parts = 0, {}, bytearray()

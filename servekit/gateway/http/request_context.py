@@ -54,6 +54,7 @@ class RequestContext(EndObserver):
         "context",
         "id",
         "key",
+        "repeats",
         "traceparent",
         "warning",
     )
@@ -64,6 +65,7 @@ class RequestContext(EndObserver):
         """Read the context from the headers, by lower-case name."""
         self.address = client[0] if client else ""  # a proxy's, perhaps
         self.traceparent = headers.get(TRACEPARENT, b"")
+        self.repeats = False  # a refusal that passes is no answer: the gateway asks itself again
         self.warning = b""  # for the client, in a response header
         self.context: Any = None  # of the trace, once a call has begun one
         self.key = ""  # the name of its API key, where it is known before any call

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from msgspec.structs import replace
 
 from servekit.errors import RequestError
+from servekit.gateway.http.internal_request import AGAIN
 from servekit.gateway.http.request_context import ORIGIN
 from servekit.gateway.routing.failures import retry_policy
 from servekit.gateway.telemetry.metrics import UNMEASURED
@@ -108,6 +109,7 @@ class InflightRequest:
         "suspect",
         "texts",
         "trace",
+        "void",
         "wire_id",
     )
 
@@ -165,6 +167,7 @@ class InflightRequest:
         self.texts: list[str] = []  # unread text
         self._deltas: list[Delta] = []  # unread deltas with more than text and tokens
         self.prompt_tokens = self.cached_tokens = 0  # the former include the latter
+        self.void = False  # its tokens do not count: it is run again, from its beginning or not
         self._error: RequestError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -252,12 +255,12 @@ class InflightRequest:
     @property
     def uses_prompt(self) -> bool:
         """Return whether the tokens of its prompt count as used."""
-        return not self.more or self.more.get("task") not in _COUNTING
+        return not self.void and (not self.more or self.more.get("task") not in _COUNTING)
 
     @property
     def answer_tokens(self) -> int:
-        """Return the number of tokens of the answer so far."""
-        return len(self.emitted)
+        """Return the number of tokens of the answer so far that count as used."""
+        return 0 if self.void else len(self.emitted)
 
     @property
     def proven(self) -> bool:
@@ -379,6 +382,8 @@ class InflightRequest:
     def fail(self, error: RequestError) -> None:
         """End with an error; the router drops later deltas and errors."""
         self._error = error
+        if self.origin is not None and self.origin.repeats:
+            self.void = error.status in AGAIN
         self._end(error.code, None)
         if not self.stream:
             self._forget()  # a client without streaming gets no partial answer

@@ -1,17 +1,18 @@
 """The responses of /v1/responses that are kept, in an SQLite file that all gateways here share.
 
 One thread writes, in the order of the calls, and one reads, so that no reader waits for a writer.
-The newest are kept, up to `ResponseStorage.max_bytes` and for `days`.
+They are kept for `days`, up to `ResponseStorage.max_bytes`, of which each key has its fair share.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import sqlite3
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ import msgspec
 from servekit.gateway.storage.store_file import StoreFile, await_work, transaction
 from servekit.protocol.access import ResponseStorage
 
-_VERSION = 3
+_VERSION = 4
 #: The row of `total` is the size of all responses: a sum over them would take long.
 _TABLES = (
     """CREATE TABLE IF NOT EXISTS responses (
@@ -46,6 +47,8 @@ _TABLES = (
     tokens BLOB NOT NULL, continuation BLOB NOT NULL, PRIMARY KEY (id, first))""",
     """CREATE TRIGGER IF NOT EXISTS forgotten AFTER DELETE ON responses
     BEGIN DELETE FROM streams WHERE id = OLD.id; END""",
+    # since version 4: what each key holds
+    "CREATE INDEX IF NOT EXISTS by_holder ON responses (key, created, bytes)",
     f"PRAGMA user_version = {_VERSION}",
 )
 _DAY_S = 86400.0
@@ -198,24 +201,54 @@ def insert_response(
         return False
     now_s = time.time()
     file.execute("DELETE FROM responses WHERE created < ?", (now_s - rules.days * _DAY_S,))
-    _make_room(file, size_bytes, rules.max_bytes)
+    _make_room(file, key, size_bytes, rules.max_bytes)
     values = id, key, now_s, size_bytes, response, asked
     file.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?)", values)
     return True
 
 
-def _make_room(file: sqlite3.Connection, size_bytes: int, max_bytes: int) -> None:
-    """Remove the oldest responses until `size_bytes` fit, and some more."""
-    [(held,)] = file.execute("SELECT bytes FROM total")
-    if held + size_bytes <= max_bytes:
+def _make_room(file: sqlite3.Connection, key: str, size_bytes: int, max_bytes: int) -> None:
+    """Remove responses until one of `size_bytes` fits, and some more.
+
+    They are the oldest of the keys that hold more than their fair share. The one that comes fits
+    also if it is more than that by itself.
+    """
+    [(held_bytes,)] = file.execute("SELECT bytes FROM total")
+    if held_bytes + size_bytes <= max_bytes:
         return
-    excess = held + size_bytes - int(max_bytes * (1 - _ROOM))
-    for created, freed in file.execute("SELECT created, bytes FROM responses ORDER BY created"):
+    held = dict(file.execute("SELECT key, sum(bytes) FROM responses GROUP BY key"))
+    held[key] = held.get(key, 0) + size_bytes
+    room = int(max_bytes * (1 - _ROOM))
+    share = _find_share(held.values(), room)
+    if share < size_bytes:
+        _remove_oldest(file, key, held.pop(key))
+        share = _find_share(held.values(), room - size_bytes)
+    for holder, holds in held.items():
+        _remove_oldest(file, holder, holds - share)
+
+
+def _find_share(held: Iterable[int], room: int) -> float:
+    """Return the most that each may hold so that all fit: what some do not need is the others'."""
+    few_first = sorted(held)
+    for at, one in enumerate(few_first):
+        share = room / (len(few_first) - at)
+        if one > share:
+            return share
+        room -= one
+    return math.inf
+
+
+def _remove_oldest(file: sqlite3.Connection, key: str, excess: float) -> None:
+    """Remove the oldest responses of a key that hold as much, in bytes."""
+    if excess <= 0:
+        return
+    query = "SELECT created, bytes FROM responses WHERE key = ? ORDER BY created"
+    for created, freed in file.execute(query, (key,)):
         excess -= freed
         if excess <= 0:
-            file.execute("DELETE FROM responses WHERE created <= ?", (created,))
+            file.execute("DELETE FROM responses WHERE key = ? AND created <= ?", (key, created))
             return
-    file.execute("DELETE FROM responses")
+    file.execute("DELETE FROM responses WHERE key = ?", (key,))
 
 
 def _find(file: sqlite3.Connection, id: str, key: str, since: float) -> StoredResponse | None:

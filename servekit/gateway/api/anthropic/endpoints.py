@@ -59,7 +59,7 @@ class Anthropic:
             model=request.model,
             params=sampling(request),
             messages=talk.messages,
-            tools=tools(request.tools),
+            tools=tools(request.tools, talk.found_tools),
             tool_choice=choice,
             parallel=parallel,
             template=talk.template,
@@ -76,7 +76,8 @@ class Anthropic:
         request = decode(CountRequest, body)
         talk = conversation(request)
         choice, _ = tool_choice(request.tool_choice, request.tools)
-        chosen = parse_tool_choice(check_tools(tools(request.tools)), choice).tools
+        given = check_tools(tools(request.tools, talk.found_tools))
+        chosen = parse_tool_choice(given, choice).tools
         route = self._router.find(request.model)
         messages, template = complete_chat(
             route, talk.messages, talk.template, talk.template_defaults

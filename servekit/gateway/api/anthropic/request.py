@@ -68,7 +68,8 @@ class Block(msgspec.Struct):
     """A block of content. Its `type` decides which of the fields it has."""
 
     type: str
-    """text, image, thinking, tool_use or tool_result; documents are refused."""
+    """text, image, thinking, tool_use or tool_result, and tool_reference in its content; documents
+    are refused."""
     source: Annotated[ImageSource | None, doc("The image")] = None
     text: Annotated[str, doc("The text")] | None = None
     thinking: Annotated[str, doc("The assistant's thoughts")] | None = None
@@ -77,6 +78,7 @@ class Block(msgspec.Struct):
     input: Annotated[dict[str, Any], doc("The arguments of the call")] | None = None
     tool_use_id: Annotated[str, doc("The id of the call that has this result")] | None = None
     content: Annotated[str | list[Block] | None, doc("Text, or blocks of type text")] = None
+    tool_name: Annotated[str, doc("The tool that a tool_reference within a result names")] = ""
     is_error: bool | None = None
     """The tool failed: the model reads `Error: ` before the result."""
 
@@ -163,6 +165,7 @@ class Conversation:
     template_defaults: dict[str, Any]
     continues: bool
     thinks: bool
+    found_tools: set[str]  # those that results name by a tool_reference
 
 
 def sampling(request: MessagesRequest) -> SamplingParams:
@@ -206,7 +209,16 @@ def conversation(request: CountRequest) -> Conversation:
     return Conversation(
         *(messages, _template(request), {} if request.thinking else _switch_thinking(False)),
         *(messages[-1].role == "assistant", _thinks(request.thinking)),
+        set(_find_tools([message.content for message in request.messages])),
     )
+
+
+def _find_tools(contents: list[str | list[Block]]) -> Iterator[str]:
+    """Yield the names of the tools that results name."""
+    blocks = [block for content in contents if isinstance(content, list) for block in content]
+    for block in blocks:
+        if block.type == "tool_result" and isinstance(block.content, list):
+            yield from (one.tool_name for one in block.content if one.type == "tool_reference")
 
 
 def _thinks(thinking: Thinking | None) -> bool:
@@ -279,20 +291,18 @@ def _convert(message: Message, where: str, names: dict[str, str]) -> Iterator[Ch
 
 
 def _user(blocks: list[Block], where: str, names: dict[str, str]) -> Iterator[ChatMessage]:
-    """Yield the user's parts, with each tool result as a message of its own at its place.
-
-    Results that follow each other come in the order of their calls, whichever was done first: many
-    templates show no ids.
-    """
-    order = {id: at for at, id in enumerate(names)}
-    for is_result, row in groupby(enumerate(blocks), lambda one: one[1].type == "tool_result"):
-        if is_result:
-            for at, block in sorted(row, key=lambda one: order.get(one[1].tool_use_id or "", -1)):
-                yield _result(block, f"{where}[{at}]", names)
-        else:
-            yield make_message("user", [_part(one, f"{where}[{at}]") for at, one in row], where)
-    if not blocks:
-        yield make_message("user", [], where)
+    """Yield the user's parts, with each tool result as a message of its own at its place."""
+    parts: list[str | Media] = []
+    for at, block in enumerate(blocks):
+        if block.type != "tool_result":
+            parts.append(_part(block, f"{where}[{at}]"))
+            continue
+        if parts:
+            yield make_message("user", parts, where)
+            parts = []
+        yield _result(block, f"{where}[{at}]", names)
+    if parts or not blocks:
+        yield make_message("user", parts, where)
 
 
 def _result(block: Block, where: str, names: dict[str, str]) -> ChatMessage:
@@ -304,7 +314,12 @@ def _result(block: Block, where: str, names: dict[str, str]) -> ChatMessage:
     content = [] if block.content is None else block.content
     parts: list[str | Media] = [content] if isinstance(content, str) else []
     if not isinstance(content, str):
-        parts += [_part(one, f"{where}.content[{at}]") for at, one in enumerate(content)]
+        parts += [
+            f"The tool {one.tool_name} can be called now."
+            if one.type == "tool_reference"
+            else _part(one, f"{where}.content[{at}]")
+            for at, one in enumerate(content)
+        ]
     if block.is_error:  # templates have no other place for an error
         first = parts.pop(0) if parts and isinstance(parts[0], str) else ""
         parts.insert(0, f"Error: {first}")

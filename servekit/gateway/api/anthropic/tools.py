@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -21,6 +22,8 @@ class Tool(msgspec.Struct):
     input_schema: Annotated[dict[str, Any], doc("The JSON schema of the input")] | None = None
     type: Annotated[str, doc("custom; others are refused")] | None = None
     strict: Annotated[bool, doc("Enforce the schema on calls")] | None = None
+    defer_loading: bool | None = None
+    """true: the model sees the tool once a result has a tool_reference to it."""
 
 
 class ToolChoice(msgspec.Struct):
@@ -32,12 +35,17 @@ class ToolChoice(msgspec.Struct):
     disable_parallel_tool_use: Annotated[bool, doc("true: one call at most")] | None = None
 
 
-def tools(given: list[Tool] | None) -> list[dict[str, Any]]:
-    """Convert tools to OpenAI's definitions. Raises RequestError for wrong ones."""
+def tools(given: list[Tool] | None, found: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Convert tools to OpenAI's definitions; of those that are deferred, the `found` ones.
+
+    Raises RequestError for wrong ones.
+    """
     seen: set[str] = set()
     defined = []
     for at, tool in enumerate(given or ()):
-        defined.append({"type": "function", "function": _function(tool, f"tools[{at}]")})
+        function = _function(tool, f"tools[{at}]")
+        if not tool.defer_loading or tool.name in found:
+            defined.append({"type": "function", "function": function})
         if tool.name in seen:
             raise RequestError(f"tools: there are two named {tool.name!r}", param="tools")
         seen.add(tool.name)

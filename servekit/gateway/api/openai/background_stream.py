@@ -23,6 +23,7 @@ from servekit.gateway.generation.generation import (
     GenerationChunk,
     GenerationRequest,
 )
+from servekit.gateway.http.internal_request import AGAIN
 from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.storage.response_store import StreamPart
 from servekit.gateway.tool_parsing import CallArguments, Event, Reasoning, Text, ToolCallStart
@@ -30,8 +31,6 @@ from servekit.protocol.messages import Continuation, TokenLogprob
 
 Json = dict[str, Any]
 _ENDS = ("response.completed", "response.incomplete", "response.failed")
-#: Refusals that pass, within an answer as before it: the run is tried again.
-_AGAIN = (429, 503)
 #: The fields that the response had before it ran.
 KEPT = ("id", "created_at", "background", "previous_response_id", "store")
 _KINDS: dict[type[Event], str] = {
@@ -226,7 +225,7 @@ class BackgroundEncoder(ResponsesEncoder):
     def encode_late_error(self, error: ServekitError) -> bytes | None:
         told = {"code": error.code, "message": error.message}
         self._stream.error = told
-        if error.status in _AGAIN and not isinstance(error, AnswerChanged):
+        if error.status in AGAIN and not isinstance(error, AnswerChanged):
             return None
         self._repeats = False
         failed = self._stream.shown | {"status": "failed", "error": told}

@@ -8,6 +8,7 @@ rather than ignored; undeclared ones are reported (`gateway.api.unknown_paramete
 from __future__ import annotations
 
 import re
+from codecs import BOM_UTF8
 from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from operator import attrgetter
@@ -428,7 +429,20 @@ def refuse_unserved(request: Any, unserved: dict[str, Mark], within: str = "") -
             raise Unsupported(f"{param} is not supported; {mark['instead']}", param=param)
 
 
+#: What a body begins with that is no JSON, and what to do about it.
+_OTHER_FORMS = {
+    b"\x1f\x8b": "is compressed (gzip); send it as it is, without Content-Encoding",
+    b"\x28\xb5\x2f\xfd": "is compressed (zstd); send it as it is, without Content-Encoding",
+    BOM_UTF8: "begins with a byte order mark; leave it out",
+}
+
+
 def _not_json(body: bytes, error: Exception) -> RequestError:
+    if not body:
+        return RequestError("the body is empty; send a JSON object")
+    for begin, said in _OTHER_FORMS.items():
+        if body.startswith(begin):
+            return RequestError(f"the body {said}")
     try:
         body.decode()
     except UnicodeDecodeError:  # its position is within some string, not the body

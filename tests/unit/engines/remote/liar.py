@@ -185,10 +185,9 @@ def delta(said: Any = None, finish: str | None = None, **more: Any) -> bytes:
     return event({"choices": [{"index": 0, "delta": inner, "finish_reason": finish, **more}]})
 
 
-def usage(prompt: Any = 7, completion: Any = 3) -> bytes:
-    return event(
-        {"choices": [], "usage": {"prompt_tokens": prompt, "completion_tokens": completion}}
-    )
+def usage(prompt: Any = 7, completion: Any = 3, **more: Any) -> bytes:
+    counts = {"prompt_tokens": prompt, "completion_tokens": completion, **more}
+    return event({"choices": [], "usage": counts})
 
 
 DONE = event(b"[DONE]")

@@ -59,6 +59,27 @@ def text(deltas: list[Delta]) -> str:
     return "".join(one.text for one in deltas)
 
 
+@pytest.mark.parametrize(
+    ("details", "cached"),
+    [
+        ({"cached_tokens": 5}, 5),
+        ({"cached_tokens": 9}, 7),
+        ({"cached_tokens": -1}, 0),
+        ({"cached_tokens": "5"}, 0),
+        (None, 0),
+        ([], 0),
+    ],
+)
+async def test_what_the_endpoint_took_from_its_cache(
+    tmp_path: Path, details: Any, cached: int
+) -> None:
+    async with reached(tmp_path) as (liar, client):
+        counts = usage(prompt_tokens_details=details)
+        liar.answers += [stream(delta("Hi"), delta(None, "stop"), counts, DONE)]
+        last = (await client.answer(client.send(messages=USER)))[-1]
+    assert (last.prompt_tokens, last.cached_tokens) == (7, cached)
+
+
 async def test_a_chat_with_the_endpoint_s_own_counts(tmp_path: Path) -> None:
     async with reached(tmp_path) as (liar, client):
         deltas = await client.answer(client.send(messages=USER))

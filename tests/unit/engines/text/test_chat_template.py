@@ -60,6 +60,24 @@ def test_mistral_gets_ids_that_it_takes() -> None:
     assert text.count(call["id"]) == 2
 
 
+def test_results_in_a_row_come_in_the_order_of_their_calls() -> None:
+    """Whichever was done first: many templates show no ids."""
+    first = tuple(ToolCall(id, "f", "{}") for id in "ab")
+
+    def result(id: str, text: str) -> ChatMessage:
+        return ChatMessage("tool", text, tool_call_id=id)
+
+    said = [
+        ChatMessage("assistant", "1", tool_calls=first),
+        *(result("b", "3"), result("a", "2")),
+        ChatMessage("assistant", "4", tool_calls=first[::-1]),  # of the same ids, as some have them
+        *(result("?", "7"), result("a", "6"), result("b", "5")),
+        ChatMessage("user", "8"),
+    ]
+    shown = json.loads(template(SHOW).render(said))
+    assert [turn["content"] for turn in shown] == list("12345678")
+
+
 def test_a_strict_template_gets_the_roles_of_an_agent_in_its_order() -> None:
     """Agents have several messages of the system and of the user in a row, and system messages
     behind them; this template takes one of the system, and then turns in order."""

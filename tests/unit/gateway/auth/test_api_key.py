@@ -12,6 +12,7 @@ from servekit.errors import Forbidden, InvalidKey, RateLimited
 from servekit.gateway.auth.api_key import FORGET_S, ApiKey, Bucket
 from servekit.gateway.auth.authorization import ACTING
 from servekit.gateway.generation.generation import Generation, GenerationRequest
+from servekit.gateway.http.request_context import ORIGIN, RequestContext
 from servekit.gateway.routing.request import InflightRequest
 from servekit.protocol.messages import AccessRules, KeyRule, KeyUse, SamplingParams
 from tests.unit.gateway.collecting import collect_choices
@@ -60,6 +61,22 @@ async def test_what_is_cancelled_is_charged_as_far_as_it_came(service: Service) 
     assert alice.active == 0
     assert use is not None
     assert use.tokens == len(asked.emitted) + len("hello"), "as the worker has counted its prompt"
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+async def test_what_the_gateway_runs_again_is_charged_once(service: Service, repeats: bool) -> None:
+    """A response in the background, say, that is cut off because servekit ends."""
+    await service.up(step_s=0.005)
+    alice = let_in(service, KeyRule("alice", digest=DIGEST, tokens_per_minute=10_000))["alice"]
+    ACTING.set(alice)
+    origin = RequestContext({})
+    origin.repeats = repeats
+    ORIGIN.set(origin)
+    asked = service.router.queue_call(call(8000))
+    await until(lambda: len(asked.emitted) >= 10)
+    service.router.fail_all()
+    assert (alice.use() is None) == repeats
+    assert origin.calls is not None and (origin.calls[5] == 0) == repeats
 
 
 async def test_choices_of_one_prompt_pay_for_it_once(service: Service) -> None:

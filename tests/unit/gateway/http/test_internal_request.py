@@ -15,6 +15,7 @@ async def test_the_answer_is_whole() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         message = await receive()
         assert (scope["path"], message["body"]) == ("/v1/a", b"asked")
+        assert scope["repeats"], "what is cut off is not charged"
         await send({"type": "http.response.start", "status": 201, "headers": [(b"a", b"b")]})
         for part in (b"one", b"two"):
             await send({"type": "http.response.body", "body": part, "more_body": part == b"one"})

@@ -157,6 +157,30 @@ async def test_the_newest_are_kept_within_the_limit(store: ResponseStore, path: 
     assert await is_kept(store, "resp_59")
 
 
+async def test_a_key_keeps_its_own_beside_one_that_stores_many(
+    store: ResponseStore, path: Path
+) -> None:
+    drawn = random.Random(7)
+    for number in range(5):  # of 40 kB each, of a megabyte
+        save(store, f"bob_{number}", "bob", drawn.randbytes(40_000))
+    for number in range(60):
+        save(store, f"ada_{number}", "ada", drawn.randbytes(40_000))
+    assert all([await is_kept(store, f"bob_{number}", "bob") for number in range(5)])
+    assert await is_kept(store, "ada_59", "ada") and not await is_kept(store, "ada_30", "ada")
+    for number in range(5, 60):  # half is the share of each
+        save(store, f"bob_{number}", "bob", drawn.randbytes(40_000))
+    kept = [await is_kept(store, f"ada_{number}", "ada") for number in range(48, 60)]
+    assert all(kept)
+    assert await is_kept(store, "bob_59", "bob") and not await is_kept(store, "bob_40", "bob")
+    for number, size_bytes in enumerate((900_000, 1_030_000)):  # more than a share
+        save(store, f"eve_{number}", "eve", drawn.randbytes(size_bytes))
+        assert await is_kept(store, f"eve_{number}", "eve")
+        with closing(sqlite3.connect(path)) as file:
+            [(total,)] = file.execute("SELECT sum(bytes) FROM responses")
+        assert size_bytes < total <= RULES.max_bytes
+    assert not await is_kept(store, "eve_0", "eve")
+
+
 async def test_the_old_ones_go(store: ResponseStore, path: Path) -> None:
     save(store, "resp_old")
     assert await is_kept(store, "resp_old")

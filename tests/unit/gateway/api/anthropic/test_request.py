@@ -62,17 +62,13 @@ def test_results_are_messages_in_their_places_between_the_texts() -> None:
     assert not said.continues
 
 
-def test_results_in_a_row_come_in_the_order_of_their_calls() -> None:
-    """Whichever was done first: many templates show no ids."""
-    said = talk(
-        ("assistant", [USE, SEE]),
-        ("user", [result("2", content="b"), result("1", content="a"), text("?")]),
-    )
-    assert [(m.role, m.content) for m in said.messages[1:]] == [
-        ("tool", "a"),
-        ("tool", "b"),
-        ("user", "?"),
-    ]
+def test_a_result_that_names_tools_makes_them_known() -> None:
+    found = [{"type": "tool_reference", "tool_name": "see"}, text("one")]
+    said = talk(("assistant", [USE]), ("user", [result("1", content=found)]))
+    assert said.messages[-1].content == "The tool see can be called now.\none"
+    assert said.found_tools == {"see"}
+    with pytest.raises(RequestError, match="tool_reference"):
+        talk(("user", found))
 
 
 def test_messages_of_one_role_in_a_row_are_one() -> None:

@@ -100,3 +100,13 @@ def test_a_choice_among_none_is_refused(
     with pytest.raises(RequestError) as refused:
         tool_choice(choice, given)
     assert (refused.value.message, refused.value.param) == (said, "tool_choice")
+
+
+def test_a_deferred_tool_is_there_once_it_is_found() -> None:
+    later = Tool("later", None, SCHEMA, defer_loading=True)
+    names = [one["function"]["name"] for one in tools([LOOK, later])]
+    assert names == ["look"]
+    names = [one["function"]["name"] for one in tools([LOOK, later], {"later", "other"})]
+    assert names == ["look", "later"]
+    with pytest.raises(RequestError, match="two named 'later'"):
+        tools([later, later])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 from typing import Any
@@ -137,9 +138,12 @@ def test_message_parts_and_roles() -> None:
 @pytest.mark.parametrize(
     ("body", "param", "said"),
     [
-        (b"", None, "not valid JSON"),
         (b"{", None, "not valid JSON"),
         (b"\xff\xfe", None, "the body is not valid UTF-8"),
+        (b"", None, "the body is empty; send a JSON object"),
+        (gzip.compress(b"{}", mtime=0), None, "the body is compressed (gzip); send it as it is"),
+        (b"\x28\xb5\x2f\xfd\x00", None, "the body is compressed (zstd); send it as it is"),
+        (b"\xef\xbb\xbf{}", None, "the body begins with a byte order mark; leave it out"),
         (b'{"model":"m","prompt":"\xff"}', None, "the body is not valid UTF-8"),
         (b'"text"', None, "the body: expected `object`"),
         (b'{"x":' + b"[" * 1_000_000, None, "nested too deeply"),
