@@ -234,7 +234,9 @@ def test_vectors_are_compared_and_downloaded(visit: Callable[..., Visitor]) -> N
     assert serious(page.page) == []
     page["#sk-texts textarea"].fill("")
     page["#sk-run"].click()
-    expect(page["#sk-vectors [role=alert]"]).to_contain_text("Write some texts", timeout=WITHIN_MS)
+    alert = page["#sk-vectors [role=alert]"]
+    expect(alert).to_contain_text("Write some texts", timeout=WITHIN_MS)
+    expect(alert).to_be_visible()
 
 
 @pytest.mark.lane("pages")
