@@ -163,8 +163,7 @@ async def test_servers_with_the_endpoint_transcribe_too() -> None:
         model("whisper", info=hears),
         model("cpp", info=chats, endpoints=("/v1/audio/transcriptions",)),
         model("any", info=chats, endpoints=("/v1/*",)),
-        model("later"),
     )
-    router.apply_topology(wire.Topology(models))
+    router.apply_topology(wire.Topology((model("later"), *models)))
     names = [name for _, name in list_choices(router, task="transcribe")]
-    assert names == ["whisper", "cpp", "later"]
+    assert names == ["whisper", "cpp", "later"]  # what is known to serve comes first
