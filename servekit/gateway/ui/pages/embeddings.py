@@ -57,7 +57,7 @@ def build_embeddings_page(frame: Frame, blocks: gr.Blocks) -> None:
         try:
             return await _embed_texts(frame, request, name, texts_of(given))
         except RequestError as error:
-            return error_note(error.message)
+            return error_note(error.message, frame.say)
 
     gr.on([run.click, texts.submit], embed, [model, texts], result, **QUIET)
     frame.keep_choices(blocks, [model], "embed")

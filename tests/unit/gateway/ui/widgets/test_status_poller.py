@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from servekit.gateway.api.admin.endpoints import Supervisor
 from servekit.gateway.routing.router import Router
-from servekit.gateway.ui.pages.language import SAY_ENGLISH
+from servekit.gateway.ui.pages.language import SAY_ENGLISH, Say
 from servekit.gateway.ui.widgets import machine_tables
 from servekit.gateway.ui.widgets.metrics_history import (
     BOUNDS_S,
@@ -24,6 +24,7 @@ from servekit.gateway.ui.widgets.metrics_history import (
     make_sample,
     median_s,
 )
+from servekit.gateway.ui.widgets.model_table import render_models
 from servekit.gateway.ui.widgets.stat_cards import render_figures
 from servekit.gateway.ui.widgets.status_poller import (
     ASK_AT_REST_S,
@@ -285,6 +286,16 @@ def test_what_workers_say_is_data() -> None:
     assert "\x1b" not in html
     assert "\u202e" not in html
     assert len(html) < 5000
+
+
+def test_reasons_are_told_in_the_language_of_the_page() -> None:
+    died = "killed by SIGKILL"
+    say, [one] = Say("zh"), model(replica("failed", reason=died)).values()
+    html = machine_tables.render_events([Happening(time.time(), "m", "died", died)], say)
+    html += machine_tables.render_workers([one], say)
+    html += render_models([one], {}, "", "", say)
+    assert html.count("被 SIGKILL 终止") == 3
+    assert "killed" not in html
 
 
 # ---------------------------------------------------------------- GPUs
