@@ -21,6 +21,12 @@
   const onBody = (act) => (document.body ? act() : document.addEventListener("DOMContentLoaded", act));
   const dark = (on) => document.body.classList.toggle("dark", on);
   const chosen = () => localStorage.getItem("servekit.theme");
+  let wasDark = false; // before it was printed: paper is white
+  window.addEventListener("beforeprint", () => {
+    wasDark = document.body.classList.contains("dark");
+    dark(false);
+  });
+  window.addEventListener("afterprint", () => dark(wasDark));
   /** Fade the ends of the bar behind which there are more pages. */
   const hintAtMore = (nav) => {
     const left = nav.scrollWidth - nav.clientWidth - nav.scrollLeft;
