@@ -122,6 +122,17 @@ def test_a_clock_that_is_set_back_begins_the_figures_anew(service: Service) -> N
     assert [one.at for one in watch.samples] == [3.0, 5.0]
 
 
+def test_figures_are_of_the_last_minutes_though_nobody_looked_before(service: Service) -> None:
+    watch, now = watch_of(service.router), time.time()
+    for ago_s in range(3600, -1, -int(ASK_AT_REST_S)):
+        busy = 9000 * min(3600 - ago_s, 60)  # for one minute, an hour ago
+        watch.add_sample(Sample(now - ago_s, tokens=busy, waiting={"m": ago_s // 3600}))
+    page = render_figures(list(watch.samples), None, SAY_ENGLISH)
+    assert "9k" not in page
+    assert "10k" not in page
+    assert page.count("<b>–</b>") == 5  # what is not known while the supervisor does not answer
+
+
 @pytest.mark.parametrize(
     ("firsts_s", "least_s", "most_s"),
     [((0.0001,), 0, 0.001), ((0.03,), 0.02, 0.04), ((0.03, 0.03, 9.0), 0.02, 0.04),
