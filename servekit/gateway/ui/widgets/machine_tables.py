@@ -8,7 +8,7 @@ from html import escape
 
 from servekit.gateway.ui.pages.language import Say
 from servekit.gateway.ui.status_html import MARK, state_words
-from servekit.gateway.ui.widgets.answer_html import clean_text
+from servekit.gateway.ui.widgets.answer_html import clean_text, format_moment
 from servekit.gateway.ui.widgets.status_poller import Happening
 from servekit.protocol.messages import GatewayStatus, GpuStatus, ModelStatus, ReplicaStatus
 from servekit.units import format_bytes
@@ -131,7 +131,7 @@ def render_events(found: Sequence[Happening], say: Say) -> str:
 
 
 def _render_event(one: Happening, say: Say) -> str:
-    at = time.strftime("%H:%M:%S", time.gmtime(one.at))
+    at = format_moment(one.at, time.time())
     detail = shorten_reason(one.detail, say)
     bad = " sk-bad-event" if one.kind in ("died", "state.failed", "trouble") else ""
     more = f' <span class="sk-detail-words">{escape(detail)}</span>' if detail else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import bisect
+import re
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -297,6 +298,16 @@ def test_what_workers_say_is_data() -> None:
     assert "\x1b" not in html
     assert "\u202e" not in html
     assert len(html) < 5000
+
+
+def test_an_event_of_another_day_has_its_date() -> None:
+    day, now = 24 * 3600.0, time.time()
+    found = [Happening(at, "m", "died") for at in (now - day, now)]
+    today, before = re.findall(
+        "<time>(.*?)</time>", machine_tables.render_events(found, SAY_ENGLISH)
+    )
+    assert re.fullmatch(r"\d\d:\d\d:\d\d", today)
+    assert before == time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(now - day))
 
 
 def test_reasons_are_told_in_the_language_of_the_page() -> None:
