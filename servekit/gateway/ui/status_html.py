@@ -232,7 +232,7 @@ def _render_reason(replica: ReplicaStatus, say: Say) -> str:
 def _describe_progress(progress: Progress, busy: bool, say: Say) -> str:
     if progress.waiting is not None:
         return _describe_wait(progress.waiting, progress.route, say)
-    if not progress.tokens:
+    if not progress.tokens and (busy or progress.finish in (None, "cancelled")):
         return say("reading") if busy else say("stopped")
     parts = [say.count("token", progress.tokens)]
     if progress.rate is not None:
