@@ -749,6 +749,22 @@ def test_what_is_written_from_right_to_left_begins_at_the_right(tab: Tab) -> Non
 
 
 @pytest.mark.lane("pages")
+def test_half_of_a_character_is_shown_as_such(tab: Tab) -> None:
+    tab.choose("fast")
+    tab.box.fill("?")
+    tab.box.evaluate(
+        """(box) => {
+            box.value = "\\\\ud83d is 😀, cut: \\ud83d.";
+            box.dispatchEvent(new Event("input", { bubbles: true }));
+        }"""
+    )
+    tab.box.press("Enter")
+    expect(tab.questions).to_have_text("\\ud83d is 😀, cut: �.")
+    tab.until_done()
+    expect(tab.answers.first).to_contain_text("😀, cut: �.")
+
+
+@pytest.mark.lane("pages")
 def test_all_of_a_conversation_is_printed_in_dark_on_white(tab: Tab) -> None:
     text = "\n\n".join(f"paragraph {number}" for number in range(60))
     tab.choose("fast")
