@@ -109,7 +109,14 @@ addEventListener("DOMContentLoaded", () => {
     if (event.key === "ArrowDown" && first) { event.preventDefault(); first.focus(); }
     if (event.key === "Escape") { box.value = ""; search(); }
   });
-  results.addEventListener("click", () => { box.value = ""; results.hidden = true; article.hidden = false; });
+  // A link to a section of this page shows it; one for another tab leaves the results.
+  const follow = ({ target, ctrlKey, metaKey, shiftKey }) => {
+    if (!target.closest("a") || ctrlKey || metaKey || shiftKey) return;
+    box.value = "";
+    results.hidden = true;
+    article.hidden = false;
+  };
+  for (const list of [results, pages]) list.addEventListener("click", follow);
   addEventListener("keydown", (event) => {
     const typing = event.target.matches("input, textarea, select");
     if (event.key === "/" && !typing) { event.preventDefault(); box.focus(); }

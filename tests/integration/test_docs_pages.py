@@ -80,6 +80,21 @@ def test_a_reader_finds_a_section(context: BrowserContext, url: str, problems: l
 
 
 @pytest.mark.lane("pages")
+def test_links_lead_out_of_the_results_of_a_search(context: BrowserContext, url: str) -> None:
+    page = context.new_page()
+    page.goto(f"{url}/docs/gpus")
+    results = page.locator("#results")
+    page.locator("#search").fill("several gpus")
+    with context.expect_page():  # in another tab: one may open the next result, too
+        results.locator("a").first.click(modifiers=["ControlOrMeta"])
+    expect(results).to_be_visible()
+    section = page.locator("#pages li li a").last
+    section.click()
+    expect(results).to_be_hidden()
+    expect(page.locator(str(section.get_attribute("href")))).to_be_in_viewport()
+
+
+@pytest.mark.lane("pages")
 def test_a_phone_shows_each_kind_of_page(
     context: BrowserContext, url: str, problems: list[str]
 ) -> None:

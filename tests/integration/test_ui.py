@@ -749,6 +749,40 @@ def test_what_is_written_from_right_to_left_begins_at_the_right(tab: Tab) -> Non
 
 
 @pytest.mark.lane("pages")
+def test_half_of_a_character_is_shown_as_such(tab: Tab) -> None:
+    tab.choose("fast")
+    tab.box.fill("?")
+    tab.box.evaluate(
+        """(box) => {
+            box.value = "\\\\ud83d is 😀, cut: \\ud83d.";
+            box.dispatchEvent(new Event("input", { bubbles: true }));
+        }"""
+    )
+    tab.box.press("Enter")
+    expect(tab.questions).to_have_text("\\ud83d is 😀, cut: �.")
+    tab.until_done()
+    expect(tab.answers.first).to_contain_text("😀, cut: �.")
+
+
+@pytest.mark.lane("pages")
+def test_all_of_a_conversation_is_printed_in_dark_on_white(tab: Tab) -> None:
+    text = "\n\n".join(f"paragraph {number}" for number in range(60))
+    tab.choose("fast")
+    tab.setting("Max tokens").fill(str(len(text)))
+    tab.answer(text)
+    assert len(re.findall(rb"/Type\s*/Page\b", tab.page.pdf())) > 2
+    tab.page.emulate_media(media="print")
+    expect(tab.questions.locator("p").first).to_be_visible()
+    expect(tab.box).not_to_be_visible()
+    tab.page.emulate_media(media="screen")
+    tab.page.locator(".sk-theme").click()
+    tab.page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    expect(tab.page.locator("body.dark")).to_have_count(0)
+    tab.page.evaluate("dispatchEvent(new Event('afterprint'))")
+    expect(tab.page.locator("body.dark")).to_have_count(1)
+
+
+@pytest.mark.lane("pages")
 def test_a_phone_has_a_drawer_and_hints_at_more_pages(open_tab: Callable[..., Tab]) -> None:
     tab = open_tab(viewport={"width": 390, "height": 844})
     tab.choose("fast")

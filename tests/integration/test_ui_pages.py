@@ -20,6 +20,7 @@ from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect
 
 from servekit.gateway.ui.pages.language import PAGES
 from servekit.gateway.ui.widgets.log_tail import LINES
+from servekit.request_log import RequestRecord, read_records
 from tests.api_keys import new_key
 from tests.integration.instance import Instance, echo
 from tests.integration.made_up_gpus import MadeUpGpus, on_gpu
@@ -217,7 +218,9 @@ def test_tokens_tell_their_probability_to_eye_pointer_and_keys(
 
 
 @pytest.mark.lane("pages")
-def test_vectors_are_compared_and_downloaded(visit: Callable[..., Visitor]) -> None:
+def test_vectors_are_compared_and_downloaded(
+    visit: Callable[..., Visitor], instance: Instance
+) -> None:
     page = visit("embeddings")
     page.choose("Model", "tooler")
     page["#sk-texts textarea"].fill("one\n<b>two</b>\none")
@@ -234,7 +237,16 @@ def test_vectors_are_compared_and_downloaded(visit: Callable[..., Visitor]) -> N
     assert serious(page.page) == []
     page["#sk-texts textarea"].fill("")
     page["#sk-run"].click()
-    expect(page["#sk-vectors [role=alert]"]).to_contain_text("Write some texts", timeout=WITHIN_MS)
+    alert = page["#sk-vectors [role=alert]"]
+    expect(alert).to_contain_text("Write some texts", timeout=WITHIN_MS)
+    expect(alert).to_be_visible()
+
+    def logged() -> list[RequestRecord]:
+        found = read_records(instance.run_dir)
+        return [one for one in found if one.endpoint == "/v1/embeddings"]
+
+    [record] = away(lambda: poll("the request in the log", logged))
+    assert (record.status, record.key, record.model) == (200, "boss", "tooler")
 
 
 @pytest.mark.lane("pages")

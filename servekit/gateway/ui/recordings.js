@@ -214,7 +214,8 @@
     blocks.reduce((at, block) => (samples.set(block, at), at + block.length), 0);
     if (!count) return complain(say("silent"));
     if (rate !== RATE) samples = await resample(samples, rate);
-    keepWav(samples, say("recorded"), { spoken: true });
+    // the last block ends beyond the limit, and the model would refuse all of it
+    keepWav(samples.subarray(0, mostHeardS() * RATE), say("recorded"), { spoken: true });
     if (!peak) complain(say("silent"));
   };
   const resample = async (samples, rate) => {

@@ -48,13 +48,12 @@ def list_choices(
 ) -> list[tuple[str, str]]:
     """Return the models, presets and adapters that a visitor may use for `task`: (label, name).
 
-    With keys, `caller` is the visitor's key; an unknown visitor sees none.
+    With keys, `caller` is the visitor's key; an unknown visitor sees none. Those that are known to
+    serve the task come first: a page begins with the first one.
     """
-    return [
-        (_make_label(route, say), route.status.name)
-        for route in _list_usable(router, caller)
-        if _can_serve(route, task)
-    ]
+    found = [route for route in _list_usable(router, caller) if _can_serve(route, task)]
+    found.sort(key=lambda route: bool(task) and not _is_known_to_serve(route, task))
+    return [(_make_label(route, say), route.status.name) for route in found]
 
 
 def explain_unable(
@@ -91,14 +90,15 @@ def _may_use(caller: ApiKey | None, route: ModelQueue) -> bool:
 
 
 def _can_serve(route: ModelQueue, task: str) -> bool:
-    """Return whether a model serves `task`; a model not loaded yet counts as serving.
+    """Return whether a model serves `task`; a model not loaded yet counts as serving."""
+    return not task or route.status.info is None or _is_known_to_serve(route, task)
 
-    So does one whose server has the endpoint of the task.
-    """
-    if _ENDPOINTS.get(task) in route.status.endpoints:
-        return True
+
+def _is_known_to_serve(route: ModelQueue, task: str) -> bool:
+    """Return whether a model, or the server behind it by its endpoints, serves `task`."""
     info = route.status.info
-    return not task or info is None or task in info.serves
+    has_endpoint = _ENDPOINTS.get(task) in route.status.endpoints
+    return has_endpoint or (info is not None and task in info.serves)
 
 
 def progress_note(progress: Progress, *, busy: bool, say: Say = SAY_ENGLISH) -> str:
@@ -232,7 +232,7 @@ def _render_reason(replica: ReplicaStatus, say: Say) -> str:
 def _describe_progress(progress: Progress, busy: bool, say: Say) -> str:
     if progress.waiting is not None:
         return _describe_wait(progress.waiting, progress.route, say)
-    if not progress.tokens:
+    if not progress.tokens and (busy or progress.finish in (None, "cancelled")):
         return say("reading") if busy else say("stopped")
     parts = [say.count("token", progress.tokens)]
     if progress.rate is not None:

@@ -21,6 +21,12 @@
   const onBody = (act) => (document.body ? act() : document.addEventListener("DOMContentLoaded", act));
   const dark = (on) => document.body.classList.toggle("dark", on);
   const chosen = () => localStorage.getItem("servekit.theme");
+  let wasDark = false; // before it was printed: paper is white
+  window.addEventListener("beforeprint", () => {
+    wasDark = document.body.classList.contains("dark");
+    dark(false);
+  });
+  window.addEventListener("afterprint", () => dark(wasDark));
   /** Fade the ends of the bar behind which there are more pages. */
   const hintAtMore = (nav) => {
     const left = nav.scrollWidth - nav.clientWidth - nav.scrollLeft;
@@ -99,9 +105,12 @@
 
   // ---- the signed-in key; an expired session redirects to the form, which leads back here
   const ask = window.fetch.bind(window);
+  /** Replace halves of characters, which other programs cut: they are escaped, and no text has them. */
+  const mend = (json) => json.replace(/\\(?:u(d[89a-f]..)|.)/g, (all, half) => (half ? "\ufffd" : all));
   let leaving = false; // once: each further response would restart the navigation
-  window.fetch = async (...asked) => {
-    const answer = await ask(...asked);
+  window.fetch = async (what, more, ...rest) => {
+    const halves = typeof more?.body === "string" && /\\ud[89a-f]/.test(more.body);
+    const answer = await ask(what, halves ? { ...more, body: mend(more.body) } : more, ...rest);
     if (!leaving && answer.status === 401 && new URL(answer.url).origin === location.origin) {
       leaving = true;
       location = `/ui/login?to=${page}`;

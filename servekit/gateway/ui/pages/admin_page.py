@@ -173,7 +173,7 @@ async def _tell_story(frame: Frame, model: str) -> str:
     try:
         why = await frame.supervisor.answer_to(GetWhy(model), Why, ANSWER_S, NothingSuch)
     except ServekitError as error:
-        return error_note(error.message)
+        return error_note(error.message, frame.say)
     return write_story(why, frame.say)
 
 
@@ -232,7 +232,7 @@ async def _run_action(frame: Frame, request: gr.Request, do: Callable[[], Awaita
     except Forbidden as error:
         return error_note(f"{frame.say('operate.forbidden')} {error.message}")
     except ServekitError as error:
-        return error_note(error.message)
+        return error_note(error.message, frame.say)
     finally:
         ACTING.reset(before)
 
@@ -260,16 +260,16 @@ def write_story(why: Why, say: Say) -> str:
     """Return the history of a model's workers, with the last lines of those that ended."""
     parts = []
     if why.breaker != "closed":
-        parts.append(f'<p class="sk-hint">{escape(clean_text(why.breaker))}</p>')
+        parts.append(f'<p class="sk-hint">{escape(clean_text(say.translate(why.breaker)))}</p>')
     if why.residence is not None and why.residence.reason:
-        parts.append(render_note(why.residence.reason))
+        parts.append(render_note(say.translate(why.residence.reason)))
     return "".join(parts) + "".join(_write_history(one, say) for one in why.replicas)
 
 
 def _write_history(one: ReplicaHistory, say: Say) -> str:
     head = f"{one.name}: {say(f'state.{one.state}')}, {say.count('restart', one.restarts)}"
     said = "".join(
-        f'<p class="sk-quiet">{escape(clean_text(text))}</p>'
+        f'<p class="sk-quiet">{escape(clean_text(say.translate(text)))}</p>'
         for text in (one.reason, one.alert)
         if text
     )
@@ -284,4 +284,5 @@ def _write_exit(record: ExitRecord, say: Say) -> str:
     tail = clean_text("\n".join(record.tail))[-TAIL_CHARS:]
     label = escape(say("why.tail"))
     lines = f'<pre tabindex="0" aria-label="{label}">{escape(tail)}</pre>' if tail else ""
-    return f"<p><b>{escape(clean_text(record.what))}</b><br>{escape(words)}</p>{lines}"
+    what = escape(clean_text(say.translate(record.what)))
+    return f"<p><b>{what}</b><br>{escape(words)}</p>{lines}"

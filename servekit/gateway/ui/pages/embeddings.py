@@ -7,14 +7,18 @@ from typing import Any
 
 import gradio as gr
 
-from servekit.errors import RequestError
+from servekit.errors import ClientClosed, RequestError
 from servekit.gateway.api.openai.embeddings import EmbeddingCalls, embedding_calls
 from servekit.gateway.auth.authorization import ACTING
+from servekit.gateway.http.request_context import ORIGIN, RequestContext
+from servekit.gateway.telemetry.request_recorder import RECORDER
 from servekit.gateway.ui.pages.page_layout import MAX_CHARS, QUIET, Frame, get_visit
 from servekit.gateway.ui.status_html import error_note, render_note
 from servekit.gateway.ui.widgets import similarity_matrix
-from servekit.gateway.ui.widgets.request_runner import RequestOptions
+from servekit.gateway.ui.widgets.request_runner import RequestOptions, Visit
+from servekit.protocol.types import Delta
 
+EMBEDDINGS = "/v1/embeddings"
 #: The most texts at once: a larger table would be unreadable.
 MOST_TEXTS = 40
 
@@ -31,7 +35,7 @@ def texts_of(given: str) -> list[str]:
 
 def make_options(model: str, given: str) -> RequestOptions:
     """Return the request that the page shows as code."""
-    return RequestOptions("/v1/embeddings", {"model": model, "input": texts_of(given)})
+    return RequestOptions(EMBEDDINGS, {"model": model, "input": texts_of(given)})
 
 
 def build_embeddings_page(frame: Frame, blocks: gr.Blocks) -> None:
@@ -57,7 +61,7 @@ def build_embeddings_page(frame: Frame, blocks: gr.Blocks) -> None:
         try:
             return await _embed_texts(frame, request, name, texts_of(given))
         except RequestError as error:
-            return error_note(error.message)
+            return error_note(error.message, frame.say)
 
     gr.on([run.click, texts.submit], embed, [model, texts], result, **QUIET)
     frame.keep_choices(blocks, [model], "embed")
@@ -65,19 +69,33 @@ def build_embeddings_page(frame: Frame, blocks: gr.Blocks) -> None:
 
 async def _embed_texts(frame: Frame, request: gr.Request, model: str, texts: list[str]) -> str:
     """Embed through the queue, and build the table in a thread, off the event loop."""
-    who = get_visit(request)
-    caller = await frame.router.access.charge_page_visitor(who.authorization)
-    before = ACTING.set(caller)
-    try:
-        asked = EmbeddingCalls(
-            frame.router, embedding_calls(model or "", who.client, [*texts]), None
-        )
-    finally:
-        ACTING.reset(before)
-    answers = await asked.answers()
+    answers = await _ask(frame, get_visit(request), model, texts)
     raw = [vector for one in answers for vector in one.vectors]
     used = sum(one.prompt_tokens for one in answers)
     return await asyncio.to_thread(_show_vectors, frame, model, texts, raw, used)
+
+
+async def _ask(frame: Frame, who: Visit, model: str, texts: list[str]) -> list[Delta]:
+    """Return the answers, and note the request in the request log."""
+    origin, status = RequestContext({}), ClientClosed.status  # unless it ends
+    try:
+        caller = await frame.router.access.charge_page_visitor(who.authorization)
+        origin.key = caller.rule.name if caller else ""
+        before = ACTING.set(caller), ORIGIN.set(origin)
+        try:
+            calls = embedding_calls(model or "", who.client, [*texts])
+            asked = EmbeddingCalls(frame.router, calls, None)
+        finally:
+            ACTING.reset(before[0])
+            ORIGIN.reset(before[1])
+        answers = await asked.answers()
+        status = 200
+    except RequestError as error:
+        status = error.status
+        raise
+    finally:
+        RECORDER.note_request(EMBEDDINGS, status, origin)
+    return answers
 
 
 def _show_vectors(frame: Frame, model: str, texts: list[str], raw: list[bytes], used: int) -> str:

@@ -131,7 +131,12 @@ class Frame:
                 return [gr.skip() for _ in (0, *chosen)]
             return [now, *self.update_choices(found, chosen)]
 
-        blocks.load(tick, [seen, *models], [seen, *models], **NOW)
+        async def start(request: gr.Request) -> list[Any]:
+            """Choose anew: what the page was built with was known before any model was."""
+            found = list_choices(self.router, self.say, await self.caller(request), task)
+            return [str(found), *self.update_choices(found, [None] * len(models))]
+
+        blocks.load(start, None, [seen, *models], **NOW)
         gr.Timer(MODELS_EVERY_S).tick(tick, [seen, *models], [seen, *models], **NOW)
 
     def update_choices(

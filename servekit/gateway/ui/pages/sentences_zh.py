@@ -54,6 +54,10 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
     (r"the adapter '(.+)' is being loaded", "适配器 {0} 正在加载"),
     (r"it is stopped", "已停止"),
     (r"it waits for memory", "正在等待内存"),
+    (
+        r"the model '(.+)' is not served here; the models are: (.+)",
+        "这里没有模型 {0}；可用的模型：{1}",
+    ),
     (r"no model is served yet", "还没有可用的模型"),
     (
         r"'(.+)' has no chat template; use /v1/completions",
@@ -81,6 +85,10 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
         r"its worker ended, and the model is no longer served",
         "它的工作进程已结束，此模型不再提供服务",
     ),
+    # ---- what is wrong in a page's fields
+    (r"write some texts first, one on each line", "请先写一些文本，每行一条"),
+    (r"(\d+) texts are over the limit of (\d+) on this page", "{0} 条文本超过了此页 {1} 条的上限"),
+    (r"max_tokens: at most (\d+) on this page", "max_tokens：此页最多 {0}"),
     # ---- recordings
     (r"file: it cannot be read as audio: (.+)", "无法作为音频读取：{0}"),
     (r"WAV, FLAC, Ogg and MP3 are read", "可读取 WAV、FLAC、Ogg 和 MP3"),

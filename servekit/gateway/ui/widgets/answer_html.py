@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from html import escape
 
 from servekit.gateway.generation.generation import Choice
@@ -19,6 +20,13 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]
 def clean_text(text: str) -> str:
     """Return text without terminal escape sequences, control characters and bidi overrides."""
     return _CONTROLS.sub("�", _ESCAPES.sub("", text.replace("\r\n", "\n")))
+
+
+def format_moment(at: float, now: float) -> str:
+    """Return a Unix time in UTC, with its date unless that is today's."""
+    then = time.gmtime(at)
+    is_today = then[:3] == time.gmtime(now)[:3]
+    return time.strftime("%H:%M:%S" if is_today else "%Y-%m-%d %H:%M:%S", then)
 
 
 def render_answer(shown: Shown, say: Say) -> str:

@@ -90,7 +90,8 @@ def render_log(lines: list[LogLine], say: Say) -> str:
 def _render_row(line: LogLine) -> str:
     level, text = parse_line(line.text)
     mark = f' class="sk-{level}"' if level in _LEVELS else ""
-    at = timestamp_of(line.text)[11:19]
+    at = timestamp_of(line.text)[:19].replace("T", " ")
+    at = at.removeprefix(time.strftime("%Y-%m-%d ", time.gmtime()))  # of today
     when = f"<time>{escape(at)}</time> " if at else ""
     return f"<li{mark}>{when}<b>{escape(line.name)}</b> {escape(text)}</li>"
 

@@ -8,7 +8,7 @@ from html import escape
 
 from servekit.gateway.ui.pages.language import Say
 from servekit.gateway.ui.status_html import MARK, state_words
-from servekit.gateway.ui.widgets.answer_html import clean_text
+from servekit.gateway.ui.widgets.answer_html import clean_text, format_moment
 from servekit.gateway.ui.widgets.status_poller import Happening
 from servekit.protocol.messages import GatewayStatus, GpuStatus, ModelStatus, ReplicaStatus
 from servekit.units import format_bytes
@@ -88,17 +88,18 @@ def _render_worker(one: ReplicaStatus, names: Sequence[str], say: Say) -> str:
     )
     row = f'<tr class="sk-{mark}-row"><th scope="row">{cells[0]}</th>{told}</tr>'
     said = one.reason or one.trouble or one.stray or one.excess
-    return row + (render_reason(said, len(names)) if said else "")
+    return row + (render_reason(said, len(names), say) if said else "")
 
 
-def shorten_reason(reason: str) -> str:
+def shorten_reason(reason: str, say: Say) -> str:
     """Return the beginning of a reason, as text without control characters."""
-    return clean_text(reason)[:REASON_CHARS] + ("…" if len(reason) > REASON_CHARS else "")
+    told = clean_text(say.translate(reason))
+    return told[:REASON_CHARS] + ("…" if len(told) > REASON_CHARS else "")
 
 
-def render_reason(reason: str, width: int) -> str:
+def render_reason(reason: str, width: int, say: Say) -> str:
     """Return a row beneath a worker's: why it has failed, or is in trouble."""
-    short = shorten_reason(reason)
+    short = shorten_reason(reason, say)
     return f'<tr class="sk-why"><td colspan="{width}">{escape(short)}</td></tr>'
 
 
@@ -115,7 +116,7 @@ def render_gateways(found: Sequence[GatewayStatus], say: Say) -> str:
         f"</b> {escape(say(f'state.{one.state}'))} · "
         f"{escape(say('gateways.counts', requests=f'{one.requests:,}', open=one.in_flight))} · "
         f"{format_bytes(one.rss_bytes)} · {escape(say.count('restart', one.restarts))}"
-        f"{' · ' if one.reason else ''}{escape(shorten_reason(one.reason))}</li>"
+        f"{' · ' if one.reason else ''}{escape(shorten_reason(one.reason, say))}</li>"
         for one in found
     )
     return f'<ul class="sk-gateways">{rows}</ul>'
@@ -130,8 +131,8 @@ def render_events(found: Sequence[Happening], say: Say) -> str:
 
 
 def _render_event(one: Happening, say: Say) -> str:
-    at = time.strftime("%H:%M:%S", time.gmtime(one.at))
-    detail = clean_text(one.detail)[:REASON_CHARS]
+    at = format_moment(one.at, time.time())
+    detail = shorten_reason(one.detail, say)
     bad = " sk-bad-event" if one.kind in ("died", "state.failed", "trouble") else ""
     more = f' <span class="sk-detail-words">{escape(detail)}</span>' if detail else ""
     return (

@@ -128,7 +128,7 @@ def _render_model(model: ModelStatus, queued: int, chosen: str, forbidden: str, 
     if len(replicas) > 1:
         row += "".join(_render_worker(one, refuse, say) for one in replicas)
     reasons = dict.fromkeys(one.reason or one.trouble for one in replicas)
-    return row + "".join(render_reason(said, len(_COLUMNS)) for said in reasons if said)
+    return row + "".join(render_reason(said, len(_COLUMNS), say) for said in reasons if said)
 
 
 def _render_worker(one: ReplicaStatus, refuse: Callable[[Act], str], say: Say) -> str:
@@ -179,7 +179,7 @@ def _describe_work(model: ModelStatus, tier: Residency, queued: int, say: Say) -
     running = sum(one.running for one in model.replicas)
     parts = [state_words(loading[0], say)] if loading else []
     if model.residence is not None and tier != "resident" and model.residence.reason:
-        parts.append(shorten_reason(model.residence.reason))
+        parts.append(shorten_reason(model.residence.reason, say))
     if running or waiting or (tier == "resident" and not parts):
         parts.append(_count_requests(running, waiting, say))
     return " · ".join(parts) or "–"

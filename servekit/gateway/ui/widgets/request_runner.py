@@ -261,8 +261,9 @@ class Run:
         return Shown(self.choice, self._progress(), error, busy=False)
 
     def _progress(self) -> Progress:
-        cut = self.finished and self.choice.finish == "length"
-        finish: FinishReason | None = "cancelled" if self.stopped else "length" if cut else None
+        finish: FinishReason | None = "cancelled" if self.stopped else None
+        if self.finished and not self.stopped:
+            finish = "length" if self.choice.finish == "length" else "stop"
         return Progress(None, self._tokens, self._to_first_s(), self._rate(), finish)
 
     def _to_first_s(self) -> float | None:

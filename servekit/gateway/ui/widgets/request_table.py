@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 
 from servekit.gateway.ui.pages.language import Say
-from servekit.gateway.ui.widgets.answer_html import clean_text
+from servekit.gateway.ui.widgets.answer_html import clean_text, format_moment
 from servekit.request_log import RequestRecord, find_version, read_latest
 from servekit.units import format_latency
 
@@ -132,7 +132,7 @@ def _render_row(one: RequestRecord, say: Say) -> str:
         f'data-label="{escape(say(f"requests.{name}"))}">{cell or "–"}</td>'
         for name, cell in zip(_NAMES[1:], cells, strict=True)
     )
-    at = time.strftime("%H:%M:%S", time.gmtime(one.at))
+    at = format_moment(one.at, time.time())
     return f'<tr><th scope="row">{at}</th>{told}</tr>'
 
 

@@ -36,12 +36,15 @@ def json_of(text: str, what: str) -> Any:
     if len(text) > MOST_SCHEMA_CHARS:
         raise RequestError(f"{what}: at most {MOST_SCHEMA_CHARS:,} characters")
     try:
-        return json.loads(text)
+        found = json.loads(text)
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()  # as a request has it
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
         raise RequestError(f"{what} is not valid JSON: {error.msg} ({place})") from None
     except (RecursionError, ValueError):
-        raise RequestError(f"{what} is nested too deeply, or has numbers too long") from None
+        why = "is nested too deeply, or has numbers or characters that no request can have"
+        raise RequestError(f"{what} {why}") from None
+    return found
 
 
 def check_schema(schema: Any, what: str) -> dict[str, Any]:
@@ -64,7 +67,11 @@ def problem_of(schema: Mapping[str, Any], value: Any, *, trusted: bool = False) 
     except RecursionError:
         return "its references are circular"
     except Unresolvable as missing:
-        return f"the reference {str(missing.ref)[:80]!r} has no target"
+        ref = getattr(missing, "anchor", "") or missing.ref
+        return f"the reference {str(ref)[:80]!r} has no target"
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # a reference to what is no schema, or a number that cannot be divided
+        return f"it cannot be checked: {_shorten_message(str(error))}"
     if error is None:
         return ""
     where = "".join(f"[{step!r}]" for step in error.absolute_path)
@@ -74,10 +81,14 @@ def problem_of(schema: Mapping[str, Any], value: Any, *, trusted: bool = False) 
 def judge_answer(schema: Mapping[str, Any], text: str) -> str:
     """Return a sentence on why an answer is not JSON that fits the schema; "" if it is."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         return f"it is not JSON: {_shorten_message(str(error))}"
     return problem_of(schema, value)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is Python's")
 
 
 def without_patterns(schema: Any) -> Any:

@@ -109,7 +109,7 @@ def _render_tiles(
         _render_tile(say("tile.waiting"), str(last.queued)),
         _render_tile(say("tile.ttft"), "–" if first_s is None else format_latency(first_s)),
         _render_tile(say("tile.requests"), requests),
-        _render_tile(say("tile.workers"), f"{ready} / {len(replicas)}"),
+        _render_tile(say("tile.workers"), f"{ready} / {len(replicas)}" if status else "–"),
         _render_tile(
             say("tile.restarts"), str(sum(one.restarts for one in replicas)) if status else "–"
         ),

@@ -107,9 +107,14 @@ class StatusPoller:
         await asyncio.shield(self._asking)
 
     def add_sample(self, sample: Sample) -> None:
-        """Keep a sample, without those of a later time: the clock was set back."""
+        """Keep a sample, without those of a later time: the clock was set back.
+
+        Nor those from before the span: with no dashboard open, samples are minutes apart.
+        """
         if self.samples and self.samples[-1].at > sample.at:
             self.samples.clear()
+        while self.samples and sample.at - self.samples[0].at > SPAN_S:
+            self.samples.popleft()
         self.samples.append(sample)
 
     async def _fetch_status(self) -> None:

@@ -112,6 +112,8 @@ async def test_a_model_without_eyes_names_those_that_have_them() -> None:
         (Progress(waiting=3), True, "3 requests before yours"),
         (Progress(), True, "Reading the prompt…"),
         (Progress(finish="cancelled"), False, "Stopped"),
+        (Progress(), False, "Stopped"),  # before there was a request
+        (Progress(finish="stop"), False, "0 tokens"),  # it is the model that said nothing
         (Progress(None, 1, 0.5), True, "1 token · first after 500 ms"),
         (Progress(None, 9, 1.25, 8.0), True, "9 tokens · 8.0 tokens/s · first after 1.25 s"),
         (
@@ -163,8 +165,7 @@ async def test_servers_with_the_endpoint_transcribe_too() -> None:
         model("whisper", info=hears),
         model("cpp", info=chats, endpoints=("/v1/audio/transcriptions",)),
         model("any", info=chats, endpoints=("/v1/*",)),
-        model("later"),
     )
-    router.apply_topology(wire.Topology(models))
+    router.apply_topology(wire.Topology((model("later"), *models)))
     names = [name for _, name in list_choices(router, task="transcribe")]
-    assert names == ["whisper", "cpp", "later"]
+    assert names == ["whisper", "cpp", "later"]  # what is known to serve comes first

@@ -11,9 +11,13 @@ from servekit.errors import RequestError
 from servekit.gateway.http.asgi import too_large
 from servekit.gateway.routing.failures.retry_policy import NOT_RESUMED
 from servekit.gateway.routing.router import Router
+from servekit.gateway.ui.pages.admin_page import write_story
+from servekit.gateway.ui.pages.embeddings import MOST_TEXTS, texts_of
 from servekit.gateway.ui.pages.language import SAY_ENGLISH, Say
+from servekit.gateway.ui.pages.playground import MOST_TOKENS, make_options
 from servekit.protocol import messages as wire
 from servekit.protocol.residency import ResidencyStatus
+from servekit.protocol.types import ExitRecord, ReplicaHistory
 from servekit.supervisor.process.child_process import Exit
 from tests.unit.engines.hearing_model import make_samples, write_wav
 
@@ -44,6 +48,27 @@ def refusal(reason: str, residence: ResidencyStatus | None = None) -> str:
 )
 def test_reasons_are_chinese(sentence: str) -> None:
     is_chinese(sentence)
+
+
+def test_what_is_wrong_in_fields_is_chinese() -> None:
+    for texts in ("", "text\n" * (MOST_TEXTS + 1)):
+        with pytest.raises(RequestError) as raised:
+            texts_of(texts)
+        is_chinese(raised.value.message)
+    with pytest.raises(RequestError) as raised:
+        make_options("m", "text", MOST_TOKENS + 1, None, None, None, None)
+    assert "此页" in SAY.translate(raised.value.message)
+
+
+def test_the_story_of_a_worker_is_chinese() -> None:
+    died = Exit(None, 9, ()).explain()
+    record = ExitRecord(0.0, 1, 2.0, died, None, 9, "ready", "", 0, 0, 0, 0, (), ())
+    history = ReplicaHistory("m/0", "failed", died, 1, None, (record,))
+    stopped = ResidencyStatus("manual", "stopped", "stopped by an operator", None)
+    story = write_story(wire.Why("m", "closed", (history,), residence=stopped), SAY)
+    assert "killed" not in story
+    assert "operator" not in story
+    assert story.count("SIGKILL") == 2
 
 
 async def test_refusals_are_chinese() -> None:

@@ -39,7 +39,10 @@ async def test_lines_of_all_stand_in_their_order(folder: Path) -> None:
     assert [line.name for line in await reader.lines("m")] == ["m/0", "m/0"]
     page = log_tail.render_log(await reader.lines(""), SAY_ENGLISH)
     assert page.index("three") < page.index("two") < page.index("one")
-    assert '<li class="sk-warning"><time>10:00:03</time> <b>m/0</b> three request=r-1' in page
+    assert (
+        '<li class="sk-warning"><time>2026-01-01 10:00:03</time> <b>m/0</b> three request=r-1'
+        in page
+    )
 
 
 async def test_what_is_written_is_data(folder: Path) -> None:

@@ -82,7 +82,7 @@ def test_a_row_says_what_a_model_does() -> None:
     assert find_tier(model()) == "coming"  # it has just come back
     assert "weights, 30 %" in render_models([loading], {}, "", "", SAY_ENGLISH)
     away = render_models([model(tier="stopped", why="stopped at 1: idle")], {}, "", "", Say("zh"))
-    assert "stopped at 1: idle" in away and "已停止" in away
+    assert "1 停止：idle" in away and "已停止" in away
 
 
 def test_what_workers_say_is_text() -> None:

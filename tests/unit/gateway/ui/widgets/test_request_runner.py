@@ -15,6 +15,7 @@ from servekit.gateway.generation.generation import Choice
 from servekit.gateway.http.request_context import CallFacts, RequestContext
 from servekit.gateway.telemetry.request_recorder import RECORDER
 from servekit.gateway.ui.pages.language import SAY_ENGLISH
+from servekit.gateway.ui.status_html import progress_note
 from servekit.gateway.ui.widgets.answer_html import MOST_CHARS, clean_text, render_answer
 from servekit.gateway.ui.widgets.request_runner import (
     CHAT,
@@ -52,7 +53,9 @@ async def test_a_chat_and_a_completion_with_its_probabilities(service: Service) 
     body = {"model": "m", "prompt": "abc", "max_tokens": 3, "logprobs": 2}
     last = (await told(runs, RequestOptions(COMPLETIONS, body)))[-1]
     assert [one.token for one in last.choice.logprobs] == [b"a", b"b", b"c"]
-    assert service.router.requests == 2
+    silent = (await told(runs, RequestOptions(COMPLETIONS, {**body, "max_tokens": 0})))[-1]
+    assert progress_note(silent.progress, busy=False).count("0 tokens · length limit reached") == 1
+    assert service.router.requests == 3
 
 
 async def test_two_slots_run_at_once_and_the_second_knows_its_place(service: Service) -> None:

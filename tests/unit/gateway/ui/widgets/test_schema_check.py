@@ -35,6 +35,7 @@ CITY = {
         ('{"city": "Par', "it is not JSON: Unterminated string"),
         ("", "it is not JSON: Expecting value"),
         ("[" * 100_000, "it is not JSON: "),
+        ("NaN", "it is not JSON: NaN"),
     ],
 )  # fmt: skip
 def test_answers(text: str, problem: str) -> None:
@@ -51,6 +52,8 @@ def test_answers(text: str, problem: str) -> None:
         ('{"minimum": "x"}', "the schema is not a JSON schema: at ['minimum']"),
         ("x" * 70_000, "the schema: at most 64,000 characters"),
         ("[" * 60_000, "the schema"),
+        ('{"description": "\\ud83d"}', "the schema is nested too deeply, or has numbers or char"),
+        ('{"maximum": NaN}', "the schema is nested too deeply, or has numbers or characters"),
     ],
 )
 def test_schemas_that_are_none(text: str, message: str) -> None:
@@ -63,6 +66,22 @@ def doubling(depth: int) -> dict[str, Any]:
     """A schema whose references double at each step: 2 ** depth looks."""
     steps = {f"s{at}": {"allOf": [{"$ref": f"#/$defs/s{at + 1}"}] * 2} for at in range(depth)}
     return {"$defs": {**steps, f"s{depth}": {"type": "string"}}, "$ref": "#/$defs/s0"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "problem"),
+    [
+        ({"multipleOf": 0.1}, "1" + "0" * 400, "it cannot be checked"),
+        ({"type": "object", "$ref": "#/type"}, "{}", "it cannot be checked"),
+        ({"type": "object", "$ref": "#/type/x"}, "{}", "it cannot be checked"),
+        ({"$ref": "#nowhere"}, "{}", "the reference 'nowhere' has no target"),
+    ],
+)
+def test_what_cannot_be_checked_is_a_sentence(
+    schema: dict[str, Any], text: str, problem: str
+) -> None:
+    assert check_schema(schema, "the schema") == schema
+    assert judge_answer(schema, text).startswith(problem)
 
 
 def test_a_schema_cannot_take_for_ever() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import bisect
+import re
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from msgspec.structs import replace
 
 from servekit.gateway.api.admin.endpoints import Supervisor
 from servekit.gateway.routing.router import Router
-from servekit.gateway.ui.pages.language import SAY_ENGLISH
+from servekit.gateway.ui.pages.language import SAY_ENGLISH, Say
 from servekit.gateway.ui.widgets import machine_tables
 from servekit.gateway.ui.widgets.metrics_history import (
     BOUNDS_S,
@@ -24,6 +25,7 @@ from servekit.gateway.ui.widgets.metrics_history import (
     make_sample,
     median_s,
 )
+from servekit.gateway.ui.widgets.model_table import render_models
 from servekit.gateway.ui.widgets.stat_cards import render_figures
 from servekit.gateway.ui.widgets.status_poller import (
     ASK_AT_REST_S,
@@ -119,6 +121,17 @@ def test_a_clock_that_is_set_back_begins_the_figures_anew(service: Service) -> N
     for at in (100.0, 102.0, 3.0, 5.0):
         watch.add_sample(Sample(at, tokens=int(at)))
     assert [one.at for one in watch.samples] == [3.0, 5.0]
+
+
+def test_figures_are_of_the_last_minutes_though_nobody_looked_before(service: Service) -> None:
+    watch, now = watch_of(service.router), time.time()
+    for ago_s in range(3600, -1, -int(ASK_AT_REST_S)):
+        busy = 9000 * min(3600 - ago_s, 60)  # for one minute, an hour ago
+        watch.add_sample(Sample(now - ago_s, tokens=busy, waiting={"m": ago_s // 3600}))
+    page = render_figures(list(watch.samples), None, SAY_ENGLISH)
+    assert "9k" not in page
+    assert "10k" not in page
+    assert page.count("<b>–</b>") == 5  # what is not known while the supervisor does not answer
 
 
 @pytest.mark.parametrize(
@@ -285,6 +298,26 @@ def test_what_workers_say_is_data() -> None:
     assert "\x1b" not in html
     assert "\u202e" not in html
     assert len(html) < 5000
+
+
+def test_an_event_of_another_day_has_its_date() -> None:
+    day, now = 24 * 3600.0, time.time()
+    found = [Happening(at, "m", "died") for at in (now - day, now)]
+    today, before = re.findall(
+        "<time>(.*?)</time>", machine_tables.render_events(found, SAY_ENGLISH)
+    )
+    assert re.fullmatch(r"\d\d:\d\d:\d\d", today)
+    assert before == time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(now - day))
+
+
+def test_reasons_are_told_in_the_language_of_the_page() -> None:
+    died = "killed by SIGKILL"
+    say, [one] = Say("zh"), model(replica("failed", reason=died)).values()
+    html = machine_tables.render_events([Happening(time.time(), "m", "died", died)], say)
+    html += machine_tables.render_workers([one], say)
+    html += render_models([one], {}, "", "", say)
+    assert html.count("被 SIGKILL 终止") == 3
+    assert "killed" not in html
 
 
 # ---------------------------------------------------------------- GPUs
