@@ -220,6 +220,8 @@ class ModelQueue:
             call = self.queue.pop()
             if (replica := self.best(call)) is not None:
                 replica.send_call(call)
+        if self.queue.size:
+            self.borrow()
 
     def _fill(self, replica: WorkerConnection) -> None:
         while self.queue.size and replica.credits > 0:
@@ -240,12 +242,15 @@ class ModelQueue:
         replica.send_call(call)
 
     def _place_choosy(self) -> None:
-        """Send the calls that wait for certain replicas, if these have room."""
+        """Send the calls that wait for certain replicas, if these have room; else ask for some."""
         for call in list(self.choosy):
-            able = [one for one in self._suitable_replicas(call) if one.has_slot_for(call)]
+            suitable = self._suitable_replicas(call)
+            able = [one for one in suitable if one.has_slot_for(call)]
             if able:
                 self.choosy.remove(call)
                 self._send(min(able, key=lambda one: (not one.wanted, len(one.calls))), call)
+            for one in suitable if not able else ():
+                one.borrow()
 
     def _suitable_replicas(self, call: InflightRequest) -> list[WorkerConnection]:
         """Return the replicas of the call's generation whose context is large enough for it.
