@@ -229,6 +229,17 @@ class ModelQueue:
         if self.queue.size:
             replica.borrow()
         elif replica.borrows:
+            self._return_lent_slots(replica)
+
+    def _return_all_lent_slots(self) -> None:
+        """Return the lent slots of all replicas for which no call waits."""
+        if not self.queue.size:
+            for replica in self.replicas.values():
+                if replica.borrows:
+                    self._return_lent_slots(replica)
+
+    def _return_lent_slots(self, replica: WorkerConnection) -> None:
+        if not any(replica in self._suitable_replicas(call) for call in self.choosy):
             replica.return_lent_slots()
 
     def borrow(self) -> None:
@@ -251,6 +262,7 @@ class ModelQueue:
                 self._send(min(able, key=lambda one: (not one.wanted, len(one.calls))), call)
             for one in suitable if not able else ():
                 one.borrow()
+        self._return_all_lent_slots()
 
     def _suitable_replicas(self, call: InflightRequest) -> list[WorkerConnection]:
         """Return the replicas of the call's generation whose context is large enough for it.
@@ -374,6 +386,7 @@ class ModelQueue:
             self.choosy.remove(call)
         elif not self.suspects.remove(call):
             self.queue.remove(call)
+        self._return_all_lent_slots()
 
     def position(self, call: InflightRequest) -> int | None:
         """Return how many calls are ahead of this one; None once it runs."""

@@ -108,6 +108,28 @@ async def test_no_slot_is_idle_while_a_call_waits(tmp_path: Path) -> None:
     assert jobs(worker) == SLOTS
 
 
+async def test_a_gateway_keeps_no_lent_slot_for_which_another_waits(tmp_path: Path) -> None:
+    """Both borrow, and one needs more than its share, but not all that it is lent."""
+    worker, one, two = await service(tmp_path)
+    for router in (one, two):
+        router.apply_topology(Topology((router.routes["m"].status,), gateways=3))
+    theirs = ask(two, SLOTS + 1)
+    await until(lambda: running(two) == SLOTS)
+    ask(one, 3 * SLOTS)
+    await until(lambda: running(one) == SLOTS // 3)
+    left = SLOTS // 3 + 1
+    for call in theirs[left:]:
+        call.cancel()
+    await until(lambda: (running(one), running(two)) == (SLOTS - left, left))
+    theirs += ask(two, 1)  # it may borrow again, and gives back what it does not use
+    await until(lambda: running(two) == left + 1)
+    theirs[0].cancel()
+    theirs[1].cancel()
+    await until(lambda: running(two) == left - 1)
+    await settle()
+    assert jobs(worker) == SLOTS
+
+
 async def test_a_gateway_that_dies_leaves_its_slots(tmp_path: Path) -> None:
     _, one, two = await service(tmp_path)
     ask(two, SLOTS)
