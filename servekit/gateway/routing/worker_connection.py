@@ -420,8 +420,8 @@ class WorkerConnection:
         for call in calls:
             call.replica = None
         if self.wanted:
-            never = was is None and is_tcp(self.socket)
-            after_s = self._after_failure(error or NotTrusted(HUNG_UP)) if never else 0.0
+            failed = was is None  # before its greeting
+            after_s = self._after_failure(error or NotTrusted(HUNG_UP)) if failed else 0.0
             self._dialling = loop.create_task(self._dial(after_s))
         self.owner.on_lost(self, calls)
         if was is not None and (self.wanted or calls):
