@@ -156,5 +156,5 @@ def parse_lines(lines: list[bytes]) -> Iterator[RequestRecord]:
     for line in lines:
         try:
             yield make_record(_decode(line))
-        except msgspec.DecodeError:  # cut by a crash, or of another version
+        except (msgspec.DecodeError, UnicodeDecodeError):  # cut by a crash, or of another version
             continue

@@ -407,6 +407,7 @@ class Lent(Message, frozen=True):
     """
 
     slots: int
+    contested: bool = False  # other gateways ask for slots, too
 
 
 class DeltaBatch(Message, frozen=True):

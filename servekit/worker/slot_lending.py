@@ -1,7 +1,8 @@
 """Lending of the worker's slots that some gateways do not use to gateways with waiting requests.
 
 Each gateway may use its share of the slots without asking. A gateway with more work sends `Borrow`;
-unused slots are divided among the borrowers, who receive `Lent`. Requests of other gateways then
+unused slots are divided among the borrowers, who receive `Lent`, and of several each one whose
+requests wait no more withdraws. Requests of other gateways then
 start as long as there are slots; the borrowers are lent fewer, and free those slots as their own
 requests end. Running requests are never preempted.
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from servekit.worker.gateway_connection import GatewayConnection
     from servekit.worker.runner import Runner
 
+_NOTHING = Lent(0)
+
 
 class Lending:
     """The borrowing gateways and the slots lent to each. Used only on the worker's event loop."""
@@ -26,7 +29,7 @@ class Lending:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._shares: dict[GatewayConnection, int] = {}  # of the borrowers
-        self._lent: dict[GatewayConnection, int] = {}
+        self._lent: dict[GatewayConnection, Lent] = {}
         self._due = False
 
     @property
@@ -60,6 +63,7 @@ class Lending:
         left = max(0, self._runner.info.slots - used - sum(shares.values()))
         for at, peer in enumerate(shares):
             slots = left // len(shares) + (at < left % len(shares))
-            if slots != self._lent.get(peer, 0):
-                self._lent[peer] = slots
-                peer.connection.send(Lent(slots))
+            lent = Lent(slots, len(shares) > 1)
+            if lent != self._lent.get(peer, _NOTHING):
+                self._lent[peer] = lent
+                peer.connection.send(lent)

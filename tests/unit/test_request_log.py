@@ -120,7 +120,7 @@ def test_each_gateway_has_a_file_of_its_own(tmp_path: Path) -> None:
 def test_all_records_come_in_their_order_without_damaged_lines(tmp_path: Path) -> None:
     first, second = file_of(tmp_path, "gateway/0"), file_of(tmp_path, "gateway/1")
     write(first, line(1), b"", b"[]", line(4))
-    write(second, line(3), line(2)[:9])
+    write(second, line(3), line(2)[:9], line(2).replace(b"r-2", b"r-\xff"))
     write(first.with_name(f"{first.name}.1"), line(2))
     (first.parent / "gateway-2.jsonl").mkdir()
     assert [one.id for one in read_records(tmp_path)] == ["r-1", "r-2", "r-3", "r-4"]

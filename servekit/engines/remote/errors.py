@@ -123,7 +123,7 @@ def _parse_error(body: bytes) -> tuple[str, str, str | None]:
     """Return the message, code and parameter of an error in any of the usual forms."""
     try:
         data: Any = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return _shorten_message(body.decode(errors="replace")), "", None
     data = data if isinstance(data, dict) else {"error": data}
     error = next((data[key] for key in ("error", "detail", "message") if data.get(key)), None)

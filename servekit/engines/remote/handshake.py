@@ -85,7 +85,7 @@ async def list_models(endpoint: Endpoint) -> list[Any] | None:
         return None
     try:
         listed = msgspec.json.decode(body)["data"]
-    except (msgspec.DecodeError, RecursionError, KeyError, TypeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError):
         return None
     return listed if isinstance(listed, list) else None
 

@@ -81,7 +81,7 @@ def decode_chunk(data: bytes) -> Chunk:
     """Decode a chunk. Raises EndpointFailed, also for an error object instead of an answer."""
     try:
         chunk = _chunks.decode(data)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise wrong_answer(f"{error}, in {data[:80].decode(errors='replace')!r}") from None
     if chunk.error:
         raise told_in_answer(chunk.error)
@@ -150,7 +150,7 @@ def parse_vectors(data: bytes, count: int) -> tuple[list[bytes], int | None]:
     """
     try:
         answer = _embeddings.decode(data)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise wrong_answer(f"{error}, in {data[:80].decode(errors='replace')!r}") from None
     if answer.error:
         raise told_in_answer(answer.error)

@@ -220,6 +220,8 @@ class ModelQueue:
             call = self.queue.pop()
             if (replica := self.best(call)) is not None:
                 replica.send_call(call)
+        if self.queue.size:
+            self.borrow()
 
     def _fill(self, replica: WorkerConnection) -> None:
         while self.queue.size and replica.credits > 0:
@@ -227,6 +229,17 @@ class ModelQueue:
         if self.queue.size:
             replica.borrow()
         elif replica.borrows:
+            self._return_lent_slots(replica)
+
+    def _return_all_lent_slots(self) -> None:
+        """Return the lent slots of all replicas for which no call waits."""
+        if not self.queue.size:
+            for replica in self.replicas.values():
+                if replica.borrows:
+                    self._return_lent_slots(replica)
+
+    def _return_lent_slots(self, replica: WorkerConnection) -> None:
+        if not any(replica in self._suitable_replicas(call) for call in self.choosy):
             replica.return_lent_slots()
 
     def borrow(self) -> None:
@@ -240,12 +253,16 @@ class ModelQueue:
         replica.send_call(call)
 
     def _place_choosy(self) -> None:
-        """Send the calls that wait for certain replicas, if these have room."""
+        """Send the calls that wait for certain replicas, if these have room; else ask for some."""
         for call in list(self.choosy):
-            able = [one for one in self._suitable_replicas(call) if one.has_slot_for(call)]
+            suitable = self._suitable_replicas(call)
+            able = [one for one in suitable if one.has_slot_for(call)]
             if able:
                 self.choosy.remove(call)
                 self._send(min(able, key=lambda one: (not one.wanted, len(one.calls))), call)
+            for one in suitable if not able else ():
+                one.borrow()
+        self._return_all_lent_slots()
 
     def _suitable_replicas(self, call: InflightRequest) -> list[WorkerConnection]:
         """Return the replicas of the call's generation whose context is large enough for it.
@@ -369,6 +386,7 @@ class ModelQueue:
             self.choosy.remove(call)
         elif not self.suspects.remove(call):
             self.queue.remove(call)
+        self._return_all_lent_slots()
 
     def position(self, call: InflightRequest) -> int | None:
         """Return how many calls are ahead of this one; None once it runs."""

@@ -183,6 +183,9 @@ class Router:
             replica = None if waits else route.best(call)
             if replica is None:
                 check_fits(call, route.status.info)
+                queue = route.suspects if call.alone_until else route.queue
+                if queue.full:  # last of all: another call may have to leave for this one
+                    self._make_room(route, queue, call)
                 size_bytes = held_bytes(call)
                 if self._queued_bytes() + size_bytes > self.access.rules.max_queue_bytes:
                     self._make_room_in_memory(route, call, size_bytes)
@@ -261,9 +264,6 @@ class Router:
             raise error
         if self.sources.deaths and self.sources.has_suspects(now_s):
             self._judge(route, call)
-        queue = route.suspects if call.alone_until else route.queue
-        if queue.full:
-            self._make_room(route, queue, call)
 
     def _check_draining(self) -> None:
         if self.draining:

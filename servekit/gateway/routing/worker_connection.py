@@ -104,6 +104,7 @@ class WorkerConnection:
         self.share = share  # number of gateways that share the worker's slots
         self.borrows = False  # we have asked for more than our share
         self._lent = 0  # slots beyond our share
+        self._contested = False  # other gateways borrow, too
         self.last_id = 0  # wire id of the last call that was sent
         self.account: Account | None = None  # its load; only for models with several replicas
         self._open_slots = 0  # for ordinary calls
@@ -178,11 +179,12 @@ class WorkerConnection:
             self._tell_share(self._own_slots(self.info))
 
     def return_lent_slots(self) -> None:
-        """Return lent slots once a slot of our share is free; called when no call waits.
+        """Return lent slots once a slot of our share is free, or others borrow; called when no call
+        waits.
 
         A gateway that borrows does not lend, and others may wait for what it does not use.
         """
-        if self.info is None or len(self.calls) < self._own_slots(self.info):
+        if self.info is None or self._contested or len(self.calls) < self._own_slots(self.info):
             self._return_lent_slots()
 
     def _return_lent_slots(self) -> None:
@@ -196,9 +198,9 @@ class WorkerConnection:
         if self._connection is not None:
             self._connection.send(Borrow(slots))
 
-    def _on_lent(self, slots: int) -> None:
+    def _on_lent(self, message: Lent) -> None:
         if self.borrows:  # else the answer is to an earlier request
-            self._lent = slots
+            self._lent, self._contested = message.slots, message.contested
             self._renew()
             self.owner.on_free(self)
 
@@ -345,7 +347,7 @@ class WorkerConnection:
         elif isinstance(message, IsolationEnded):
             self._on_alone(None)
         elif isinstance(message, Lent):
-            self._on_lent(message.slots)
+            self._on_lent(message)
         elif isinstance(message, Cancelled):
             self._cancelled.pop(message.id, None)
         else:
@@ -418,8 +420,8 @@ class WorkerConnection:
         for call in calls:
             call.replica = None
         if self.wanted:
-            never = was is None and is_tcp(self.socket)
-            after_s = self._after_failure(error or NotTrusted(HUNG_UP)) if never else 0.0
+            failed = was is None  # before its greeting
+            after_s = self._after_failure(error or NotTrusted(HUNG_UP)) if failed else 0.0
             self._dialling = loop.create_task(self._dial(after_s))
         self.owner.on_lost(self, calls)
         if was is not None and (self.wanted or calls):

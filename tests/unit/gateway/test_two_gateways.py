@@ -174,7 +174,7 @@ class TwoGateways(RuleBasedStateMachine):
         gateway=st.integers(0, 1),
         prompt=st.sampled_from(["abc", "de", "fghi", "!x", "?yz"]),
         tokens=st.integers(3, 8),
-        times=st.integers(1, 3),
+        times=st.integers(1, 6),
     )
     def open(self, gateway: int, prompt: str, tokens: int, times: int) -> None:
         for _ in range(times):
@@ -281,6 +281,18 @@ class TwoGateways(RuleBasedStateMachine):
                 others = [new for job, (_, new) in runs.items() if job != held.job_id]
                 assert all(len(new) >= PROOF_TOKENS for new in others)
             event(f"held: {min(len(worker.runner.ward._queue), 3)}")
+
+    @invariant()
+    def nobody_waits_beside_a_free_slot(self) -> None:
+        for worker in self.alive:
+            used = sum(len(peer.jobs) for peer in worker.runner.peers)
+            if used < SLOTS and not worker.runner.ward.closed:
+                for router in self.routers:
+                    route = router.routes["m"]
+                    replica = route.replicas.get(str(worker.path))
+                    if replica is not None and replica.routable:
+                        assert not route.queue.size, "a free slot, and a call that may have it"
+                        assert not any(replica.can_run(call) for call in route.choosy)
 
     @invariant()
     def only_poison_is_quarantined(self) -> None:

@@ -79,6 +79,7 @@ def test_no_patience_helps_where_there_is_no_money() -> None:
         (b"{}", "without a reason"),
         (b"[[[[", "[[[["),
         (b"[" * 100_000, "[[["),
+        (b'{"error": {"message": "ung\xfcltig"}}', "ung\N{REPLACEMENT CHARACTER}ltig"),
         (b"\xff\x00\x1b[31m", "\N{REPLACEMENT CHARACTER} [31m"),
     ],
 )

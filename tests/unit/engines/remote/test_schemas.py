@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from servekit.engines.remote.schemas import convert_logprobs, decode_chunk
+from servekit.engines.remote.schemas import convert_logprobs, decode_chunk, parse_vectors
 from servekit.errors import EndpointFailed
 from servekit.protocol.messages import TokenLogprob
 
@@ -43,3 +43,10 @@ def test_what_has_no_known_form(given: Any) -> None:
 def test_more_than_is_known_is_passed_over() -> None:
     data = b'{"id": "x", "choices": [], "usage": null, "provider": {"name": [1]}}'
     assert decode_chunk(data).choices == []
+
+
+def test_bytes_that_are_no_text_are_named() -> None:
+    with pytest.raises(EndpointFailed, match="can't decode byte 0xff"):
+        decode_chunk(b'{"choices": [{"index": 0, "delta": {"content": "\xff"}}]}')
+    with pytest.raises(EndpointFailed, match="can't decode byte 0xff"):
+        parse_vectors(b'{"data": [{"embedding": "\xff"}]}', 1)

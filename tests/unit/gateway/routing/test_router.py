@@ -637,6 +637,18 @@ async def test_a_full_queue_keeps_out_only_those_who_filled_it(service: Service)
     assert [await answer(call) for call in crowd[:-1]] == [echo("hello ", 24)] * 4
 
 
+async def test_a_request_that_never_fits_takes_nobodys_place(service: Service) -> None:
+    service.max_queue = 4
+    await service.up(step_s=0.002, slots=1, max_context=1000)
+    crowd = [service.router.queue_call(ask(key="crowd")) for _ in range(5)]
+    route = service.router.routes["m"]
+    route.set_status(replace(route.status, info=INFO))
+    long = InflightRequest("m", SamplingParams(), prompt=list(range(1001)), key="light")
+    with pytest.raises(ContextLengthExceeded):
+        service.router.queue_call(long)
+    assert [await answer(call) for call in crowd] == [echo("hello ", 24)] * 5
+
+
 # ---------------------------------------------------------------- a line for suspected sources
 
 ADDRESS = "10.0.0.1"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.routing.router import Router
 from servekit.protocol.messages import ModelStatus, SamplingParams, Topology
@@ -106,6 +108,28 @@ async def test_no_slot_is_idle_while_a_call_waits(tmp_path: Path) -> None:
     assert jobs(worker) == SLOTS
 
 
+async def test_a_gateway_keeps_no_lent_slot_for_which_another_waits(tmp_path: Path) -> None:
+    """Both borrow, and one needs more than its share, but not all that it is lent."""
+    worker, one, two = await service(tmp_path)
+    for router in (one, two):
+        router.apply_topology(Topology((router.routes["m"].status,), gateways=3))
+    theirs = ask(two, SLOTS + 1)
+    await until(lambda: running(two) == SLOTS)
+    ask(one, 3 * SLOTS)
+    await until(lambda: running(one) == SLOTS // 3)
+    left = SLOTS // 3 + 1
+    for call in theirs[left:]:
+        call.cancel()
+    await until(lambda: (running(one), running(two)) == (SLOTS - left, left))
+    theirs += ask(two, 1)  # it may borrow again, and gives back what it does not use
+    await until(lambda: running(two) == left + 1)
+    theirs[0].cancel()
+    theirs[1].cancel()
+    await until(lambda: running(two) == left - 1)
+    await settle()
+    assert jobs(worker) == SLOTS
+
+
 async def test_a_gateway_that_dies_leaves_its_slots(tmp_path: Path) -> None:
     _, one, two = await service(tmp_path)
     ask(two, SLOTS)
@@ -117,6 +141,43 @@ async def test_a_gateway_that_dies_leaves_its_slots(tmp_path: Path) -> None:
         replica.wanted = False
         replica._connection.abort()
     await until(lambda: running(one) == SLOTS)
+
+
+async def two_workers(path: Path, steps: int) -> tuple[Worker, Worker, Router]:
+    """Two workers whose shares one of two gateways uses; each of its requests has had `steps`."""
+    first, second, one = Worker(path / "w0.sock"), Worker(path / "w1.sock"), Router("gateway/0")
+    await first.start()
+    await second.start()
+    model = ModelStatus("m", "echo", "-", 0, (first.status(), second.status()))
+    one.apply_topology(Topology((model,), gateways=2))
+    await until(lambda: len(one.routes["m"]._connected) == 2)
+    calls = ask(one, 2 * SHARE)
+    await until(lambda: jobs(first) == SHARE == jobs(second))
+    for _ in range(steps):
+        for worker in (first, second):
+            for job in list(worker.engine.runs):
+                worker.engine.step(job)
+    await until(lambda: all(len(call.emitted) == steps for call in calls))
+    return first, second, one
+
+
+@pytest.mark.parametrize("steps", [0, 1])  # 1: answers that the other worker has to continue
+async def test_a_dead_workers_requests_use_the_slots_of_others(tmp_path: Path, steps: int) -> None:
+    first, second, one = await two_workers(tmp_path, steps)
+    first.die()
+    await until(lambda: jobs(second) == SLOTS)
+    assert one.routes["m"].waiting == 0
+
+
+async def test_calls_that_wait_use_free_slots_when_a_gateway_comes(tmp_path: Path) -> None:
+    """None of its calls has ended since its share has become smaller, which would ask for more."""
+    worker, one, _ = await service(tmp_path)
+    ask(one, 2 * SLOTS)
+    await until(lambda: running(one) == SLOTS)
+    one.apply_topology(Topology((one.routes["m"].status,), gateways=4))
+    await settle()
+    replica = one.routes["m"].replicas[str(worker.path)]
+    assert replica._slots() == SLOTS, "a share of two, and what the others do not use"
 
 
 async def test_who_needs_no_more_asks_for_no_more(tmp_path: Path) -> None:

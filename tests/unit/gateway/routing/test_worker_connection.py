@@ -185,6 +185,22 @@ async def test_it_dials_until_the_worker_listens(
     await until(lambda: worker.routable, "it is connected")
 
 
+async def test_a_worker_that_hangs_up_at_once_is_not_dialled_without_a_pause(scene: Scene) -> None:
+    dialled_s: list[float] = []
+
+    def hang_up() -> Connection[GatewayToWorker]:
+        dialled_s.append(asyncio.get_running_loop().time())
+        peer: Connection[GatewayToWorker] = Connection(
+            GatewayToWorker, lambda message: peer.abort(), lambda error: None
+        )
+        return peer
+
+    scene.server = await listen_at(scene.path, hang_up)
+    scene.dial()
+    await until(lambda: len(dialled_s) > 3, "it tries again")
+    assert dialled_s[3] - dialled_s[0] >= 2 * worker_connection.REDIAL_S
+
+
 @pytest.mark.parametrize(("share", "own"), [(1, 4), (2, 2), (3, 1), (9, 1)])
 async def test_gateways_share_the_slots(scene: Scene, share: int, own: int) -> None:
     worker = await scene.connect(share)
