@@ -116,10 +116,6 @@ class DeploymentManager:
             return Refused("servekit is shutting down")
         if not deployment.wanted or not replicas:
             return Refused(f"{name} is not loaded; `servekit load {name}` loads it")
-        asleep = all(replica.state == "asleep" for replica in deployment.living)
-        if asleep and deployment.model.load != "on_start":  # others may have its memory
-            said = f"`servekit unload {deployment.model.name}` ends it, and a request loads it anew"
-            return Refused(f"{name} is asleep; {said}")
         if deployment.changing:
             return Refused(
                 f"{deployment.model.name} is changing already; try again when it is done"

@@ -16,7 +16,6 @@ from servekit.protocol.messages import Accepted, Refused
 from servekit.supervisor.deployments.deployment_manager import DeploymentManager
 from servekit.supervisor.deployments.plan import Source
 from servekit.supervisor.event_log import journal
-from servekit.supervisor.lifecycle.exit_history import StartReason
 from servekit.supervisor.workers.fork_server import ForkServer
 from servekit.supervisor.workers.worker_process import WorkerProcess
 from tests.unit.supervisor.lifecycle.test_managed_process import Host
@@ -314,24 +313,6 @@ async def test_what_is_not_loaded_changes_already_or_ends_is_not_restarted(scene
     answer = await manager.restart_model("a", wait=False)
     assert answer == Refused("servekit is shutting down")
     assert scene.told == ["restart of a"]
-
-
-@pytest.mark.parametrize("load", ["on_start", "on_demand"])
-async def test_what_sleeps_on_demand_is_not_restarted(scene: Scene, load: str) -> None:
-    """Its memory may be in use by another model."""
-    manager = await scene.begin(echo("a", load=load))
-    manager.served[0].load(StartReason.from_now("request"))
-    await settle()
-    [replica] = manager.replicas()
-    replica.change_state("serve")
-    replica.change_state("sleep")
-    await settle()
-    answer = await manager.restart_model("a/0", wait=False)
-    if load == "on_start":
-        assert answer == Accepted("a/0 is restarting")
-    else:
-        said = "a/0 is asleep; `servekit unload a` ends it, and a request loads it anew"
-        assert answer == Refused(said)
 
 
 @pytest.mark.parametrize(
