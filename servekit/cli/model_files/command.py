@@ -71,7 +71,8 @@ def _list_rows(config: Path | None, run_dir: Path | None) -> Iterator[dict[str, 
     stored, used = disk.list_stored(os.environ), set()
     status = None if config is not None else _read_status(run_dir)
     running = {model.name: model for model in status.models} if status else {}
-    for model in _read_models(config, status):
+    # a running instance whose file is gone, or wrong by now, says itself what it serves
+    for model in _read_models(config, status) or (status.models if status else ()):
         size = disk.size_of(model.path, stored)
         used.add(disk.source_of(model.path))
         served = running.get(model.name)

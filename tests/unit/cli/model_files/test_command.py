@@ -136,6 +136,16 @@ def test_a_running_model_has_the_engine_that_was_chosen(config: Path, run_dir: P
     assert list_rows("-c", config)[0]["engine"] == "auto"
 
 
+def test_an_instance_whose_file_is_gone_is_listed_as_it_says(config: Path, run_dir: Path) -> None:
+    config.unlink()
+    with listening(run_dir, lambda message: None, serving(config, "ready")):
+        rows = list_rows("--run-dir", run_dir)
+    assert [(row["name"], row["state"], row["from"]) for row in rows[:2]] == [
+        ("a", "ready", "org/name"),
+        ("", "", "pkg==1.0"),
+    ]
+
+
 def test_a_model_that_comes_and_goes_is_as_its_memory(config: Path, run_dir: Path) -> None:
     status = serving(config, "ready")
     asleep = replace(status.models[0], residence=ResidencyStatus("on_demand", "coming"))
