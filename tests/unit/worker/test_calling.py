@@ -74,7 +74,8 @@ async def test_the_files_word_on_the_parser_reaches_the_dialect(nemo: Path) -> N
 
 async def test_what_a_template_refuses_is_the_requests_fault(nemo: Path) -> None:
     async with serving(spec(nemo.parent, "transformers", str(nemo), threads=1)) as client:
-        twice = await client.failure(client.send(messages=[*USER, *USER], tools=[TOOL]))
-        assert twice.code == "invalid_request" and twice.param == "messages"
+        begun = [ChatMessage("assistant", "I begin."), *USER]
+        refused = await client.failure(client.send(messages=begun, tools=[TOOL]))
+        assert refused.code == "invalid_request" and refused.param == "messages"
         taken = client.send(messages=USER, template={"tokenize": True})
         assert (await client.failure(taken)).param == "chat_template_kwargs"
