@@ -909,6 +909,8 @@ def test_a_gateway_that_dies_mid_answer_leaves_what_was_said(tab: Tab, instance:
     tab.page.wait_for_function("!window.old")  # the page finds the new gateway by itself
     expect(tab.questions).to_have_count(1, timeout=WITHIN_MS)
     expect(tab.answers.first).to_contain_text("All work and no play")
+    expect(tab.note).to_contain_text("This answer is incomplete.")
+    expect(tab.note.get_by_role("button", name="Retry")).to_be_visible()
     tab.choose("fast")
     tab.ask("On we go")
     expect(tab.answers).to_have_count(2, timeout=WITHIN_MS)

@@ -25,8 +25,10 @@ from servekit.gateway.ui.conversation import (
     StoredMessage,
     cut_to_question,
     is_answered,
+    is_cut,
     make_messages,
     make_question,
+    mark_cut,
     parse_conversation,
     store_turns,
     turn_at,
@@ -399,7 +401,8 @@ class Events:
         async with aclosing(views):
             async for view in views:
                 if view.save:
-                    kept = store_turns(conversation, view.turns)
+                    ends = not view.busy and not view.error
+                    kept = store_turns(conversation, view.turns if ends else mark_cut(view.turns))
                 busy = view.busy
                 yield {**self._show(view), parts.kept: kept}
         if busy:  # it was left: at the end, Gradio shows the last update once more
@@ -483,7 +486,8 @@ class Events:
     def _show_kept(self, kept: str) -> Update:
         parts, say = self._parts, self._frame.say
         turns = parse_conversation(kept).turns
-        note = "" if is_answered(turns) else retry_note(render_note(say("chat.unanswered")), say)
+        why = say("chat.cut" if is_cut(turns) else "chat.unanswered")
+        note = "" if is_answered(turns) else retry_note(render_note(why), say)
         return {parts.chat: show_turns(turns, say), parts.note: note, parts.kept: kept}
 
     # ---- status

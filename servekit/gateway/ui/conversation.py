@@ -50,6 +50,7 @@ class StoredMessage(TypedDict):
     content: str
     images: NotRequired[list[StoredImage]]
     calls: NotRequired[list[StoredCall]]
+    cut: NotRequired[Literal[True]]  # an answer that has not come to its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +211,8 @@ def _make_turn(item: dict[str, Any]) -> StoredMessage:
         turn["images"] = images
     if turn["role"] == "assistant" and (calls := _calls_of(item.get("calls"))):
         turn["calls"] = calls
+    if turn["role"] == "assistant" and item.get("cut") is True:
+        turn["cut"] = True
     return turn
 
 
@@ -272,7 +275,21 @@ def turn_at(turns: Sequence[StoredMessage], shown: int) -> int:
 
 def is_answered(turns: Sequence[StoredMessage]) -> bool:
     """Return whether the last question has an answer; one that ends with a call is none yet."""
-    return not turns or (turns[-1]["role"] != "user" and "calls" not in turns[-1])
+    return not turns or (
+        turns[-1]["role"] != "user" and "calls" not in turns[-1] and not is_cut(turns)
+    )
+
+
+def is_cut(turns: Sequence[StoredMessage]) -> bool:
+    """Return whether the last answer has not come to its end."""
+    return bool(turns) and "cut" in turns[-1]
+
+
+def mark_cut(turns: list[StoredMessage]) -> list[StoredMessage]:
+    """Return turns as they are stored while the last answer is coming, or when it has failed."""
+    if not turns or turns[-1]["role"] == "user" or "calls" in turns[-1]:
+        return turns
+    return [*turns[:-1], {**turns[-1], "cut": True}]
 
 
 def cut_to_question(turns: list[StoredMessage]) -> list[StoredMessage]:

@@ -35,6 +35,7 @@ ENGLISH: dict[str, str] = {
     "chat.send": "Send",
     "chat.retry": "Retry",
     "chat.unanswered": "This question has no answer.",
+    "chat.cut": "This answer is incomplete.",
     "chat.gone": "The server does not answer. Trying to reach it again…",
     "chat.settings": "Settings and status",
     "chat.example1": "Why is the sky blue?",

@@ -34,6 +34,7 @@ CHINESE: dict[str, str] = {
     "chat.send": "发送",
     "chat.retry": "重试",
     "chat.unanswered": "这个问题还没有回答。",
+    "chat.cut": "这个回答不完整。",
     "chat.gone": "服务器没有响应，正在尝试重新连接…",
     "chat.settings": "设置与状态",
     "chat.example1": "天空为什么是蓝色的？",

@@ -19,8 +19,10 @@ from servekit.gateway.ui.conversation import (
     Settings,
     StoredImage,
     StoredMessage,
+    is_answered,
     make_body,
     make_question,
+    mark_cut,
     parse_conversation,
     parse_turns,
     store_turns,
@@ -121,6 +123,17 @@ def test_what_a_page_sends_with_a_question() -> None:
         assert parse_conversation(malformed) == Conversation([])
     by_model = [{**turns[1], "images": [IMAGE]}]
     assert parse_turns(by_model) == turns[1:]  # the user's messages only have images
+
+
+def test_an_answer_is_stored_as_cut_until_its_end() -> None:
+    question, answer = make_question("q"), StoredMessage(role="assistant", content="a")
+    stored = store_turns(Conversation([], "c"), mark_cut([question, answer]))
+    turns = parse_conversation(stored).turns
+    assert turns == [question, {**answer, "cut": True}]
+    assert not is_answered(turns)
+    assert is_answered([question, answer])
+    assert mark_cut([question]) == [question]
+    assert parse_turns([{**question, "cut": True}, {**answer, "cut": "?"}]) == [question, answer]
 
 
 def test_images_are_sent_before_their_text() -> None:
