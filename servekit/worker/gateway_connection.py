@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 from msgspec.structs import replace
 
-from servekit.errors import EngineFailed, RequestError, WireError
+from servekit.errors import EngineFailed, RequestError, WireError, WorkerLost
 from servekit.protocol.messages import (
     PROTOCOL,
     Body,
@@ -111,8 +111,14 @@ class GatewayConnection:
         self.runner.cancel(self, id)
 
     def close(self) -> None:
-        """Send everything queued, then close the connection."""
+        """Send everything queued, then close the connection.
+
+        Requests whose bodies have not arrived are given back: they have not begun here.
+        """
         self.flush()
+        for request_id in self._incomplete:
+            self.fail(request_id, WorkerLost("the worker ended before the whole body was there"))
+        self._incomplete.clear()
         self.connection.close()
 
     def _on_message(self, message: GatewayToWorker) -> None:

@@ -84,6 +84,8 @@ class ModelQueue:
         """Count a call of this model as finished."""
         self.in_flight -= 1
         self._tokens_done += len(call.emitted)
+        if call is self._on_trial:
+            self._on_trial = None  # its prompt may be long
 
     def generated_tokens(self) -> int:
         """Return the tokens generated so far; computed on demand, at no cost per token."""

@@ -10,6 +10,7 @@ import pytest
 
 from servekit.engines.api.base import StepOutput
 from servekit.errors import EngineFailed, WorkerLost
+from servekit.protocol.forwarding import HttpRequest
 from servekit.protocol.messages import (
     PROTOCOL,
     Failed,
@@ -34,6 +35,7 @@ async def test_what_was_made_is_out_before_it_hangs_up_and_the_rest_given_back(
         client.runner.ward.closed = True  # a suspect is alone: what comes is held
         held = client.send(SamplingParams(max_tokens=9), prompt=SAID)
         await until(lambda: len(peer.jobs) == 2)
+        arriving = client.send(http=HttpRequest("/v1/x", size_bytes=9), body=b"a part")
         client.runner.emit([StepOutput(job_id, [ord("h")]), StepOutput(job_id, [ord("e")])])
         client.engine.fatal = RuntimeError("it broke")
         late = client.send(SamplingParams(max_tokens=9), prompt=SAID)
@@ -45,7 +47,8 @@ async def test_what_was_made_is_out_before_it_hangs_up_and_the_rest_given_back(
         await client.runner.disconnect_all()
         await until(client.connection.closed.done)
         assert text(client.deltas[ran]) == "hel" and ran not in client.failures
-        assert {client.failures[one].code for one in (held, late)} == {WorkerLost.code}
+        given_back = (held, late, arriving)
+        assert {client.failures[one].code for one in given_back} == {WorkerLost.code}
         ended: list[Exception | None] = []
         again: Connection[WorkerToGateway] = await dial_address(
             client.engine.spec.socket,

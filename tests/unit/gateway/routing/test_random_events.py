@@ -251,6 +251,11 @@ class Service(RuleBasedStateMachine):
         assert all(call.ends == call.done for call, _ in self.calls)
 
     @invariant()
+    def what_is_over_is_not_kept(self) -> None:
+        last = self.router.routes["m"]._on_trial
+        assert last is None or not last.done, "its prompt may have megabytes"
+
+    @invariant()
     def nobody_waits_beside_an_open_slot(self) -> None:
         route = self.router.routes["m"]
         assert not (len(route.queue) and route.has_room), "a free slot and a queue"
