@@ -15,8 +15,6 @@ from collections.abc import Iterator
 
 import httpx
 
-from tests.polling import poll
-
 
 def main(model: str, port: str, cache: str = "f16", mmproj: str = "") -> None:
     import xllamacpp
@@ -42,6 +40,8 @@ def main(model: str, port: str, cache: str = "f16", mmproj: str = "") -> None:
 @contextlib.contextmanager
 def run_server(model: str, cache: str, mmproj: str) -> Iterator[str]:
     """Run the server in a process of its own, and yield its URL once it serves."""
+    from tests.polling import poll  # `engine: command` runs this file where no tests are found
+
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     run = subprocess.Popen(
