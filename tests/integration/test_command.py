@@ -235,6 +235,9 @@ def test_llama_cpps_own_server_goes_on_after_its_death(tmp_path: Path) -> None:
             killed = subprocess.Popen(
                 ["sh", "-c", f"sleep 0.5; kill -9 {server_of(instance, 'smol/0').pid}"]
             )
-            assert streamed(instance, page, **body) == expected
+            again = streamed(instance, page, **body)
+            for _, usage in (expected, again):
+                usage.pop("prompt_tokens_details", None)  # what a server's cache has is its own
+            assert again == expected
             killed.wait()
             instance.until_settled(within_s=180)
