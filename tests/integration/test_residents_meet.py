@@ -359,8 +359,17 @@ def test_a_version_that_is_taken_back_is_counted_where_the_old_one_is(tmp_path: 
 
 
 @pytest.mark.lane("residents")
-def test_a_sleeper_that_is_joined_by_another_worker_is_stopped_and_says_so(tmp_path: Path) -> None:
-    model = on_demand("a", idle_sleep_s=0.3, memory="20%")
+@pytest.mark.parametrize(
+    ("load", "why"),
+    [
+        ("on_start", "a worker has come up beside those that sleep"),
+        ("on_demand", "a reload has changed it while it was asleep"),
+    ],
+)
+def test_a_sleeper_that_is_joined_by_another_worker_is_stopped_and_says_so(
+    tmp_path: Path, load: str, why: str
+) -> None:
+    model = {**on_demand("a", idle_sleep_s=0.3, memory="20%"), "load": load}
     with Instance.up(tmp_path, [model]) as instance:
         instance.until_settled()
         assert text(complete(instance.url, "a")) == "hello"
@@ -368,5 +377,5 @@ def test_a_sleeper_that_is_joined_by_another_worker_is_stopped_and_says_so(tmp_p
         write_config(tmp_path, [{**model, "replicas": 2}])
         assert run(instance, "reload").returncode == 0
         reason = until_tier(instance, "a", "stopped").reason
-        assert reason.endswith("a worker has come up beside those that sleep")
+        assert reason.endswith(why)
         assert text(complete(instance.url, "a")) == "hello"

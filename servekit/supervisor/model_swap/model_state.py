@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -101,8 +102,9 @@ class ModelState:
         elif tier == "failed":
             self._began = self._asked_at = None
         elif tier == "stopped":
-            if self.reason.startswith("asleep"):  # it was stopped by a reload
-                self.reason = ""
+            if self.reason.startswith("asleep"):
+                at = time.strftime("%H:%M:%S")
+                self.reason = f"stopped at {at}: a reload has changed it while it was asleep"
             if self._told_at <= self.since:  # else it is for the next load
                 self._stay_s = None
         self.tier, self.since = tier, now
