@@ -41,14 +41,15 @@ class Lending:
         """Register a gateway that needs more than its `share` of slots; 0 withdraws it."""
         if share > 0:
             self._shares[peer] = share
+            self.change()
         else:
             self.remove_peer(peer)
-        self.change()
 
     def remove_peer(self, peer: GatewayConnection) -> None:
         """Remove a gateway from the borrowers."""
-        self._shares.pop(peer, None)
         self._lent.pop(peer, None)
+        if self._shares.pop(peer, None) is not None:
+            self.change()
 
     def change(self) -> None:
         """Divide the slots again at the end of this event-loop tick."""

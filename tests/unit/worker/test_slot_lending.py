@@ -92,8 +92,9 @@ async def test_who_withdraws_or_leaves_is_lent_no_more() -> None:
     await settle()
     assert first.lent == [2, 2], "it is told again, though it is as much as before"
     lending.remove_peer(first)
+    await settle()
+    assert second.lent == [2, 6, 2, 6], "what the one that left was lent, though it ran nothing"
     lending.remove_peer(second)
     lending.remove_peer(second)
-    lending.change()
     await settle()
     assert not lending.active
