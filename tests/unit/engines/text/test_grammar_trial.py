@@ -144,7 +144,7 @@ grammar_trial.TURNS_S = {LONG_TURNS_S}
 tokenizer = PreTrainedTokenizerFast.from_pretrained({str(tmp_path)!r})
 grammars = Grammars(tokenizer, 400, frozenset({{2}}))
 grammars.constraint(Grammar("regex", "[0-9]"))
-print(grammars.trials.pid, flush=True)
+print(grammars.trials.trial_pid, flush=True)
 grammars.constraint(Grammar("json_schema", {EXPLOSIVE % PRIMES[0]!r}))
 """
     worker = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)

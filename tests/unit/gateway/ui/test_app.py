@@ -52,7 +52,7 @@ async def ask(http: httpx.AsyncClient, text: str, max_tokens: int) -> dict[str, 
     """Submit a question as the page does; returns Gradio's last word."""
     dependencies = (await http.get("/config", params={"page": ""})).json()["dependencies"]
     [submit] = [d for d in dependencies if any(t[1] == "submit" for t in d["targets"])]
-    data: list[Any] = [text, [], "m", "", None, None, None, max_tokens, None]
+    data: list[Any] = [text, "", "m", [], "", None, None, None, max_tokens, None]
     body = {"data": data, "fn_index": submit["id"], "session_hash": "s", "trigger_id": 1}
     (await http.post("/gradio_api/queue/join", json=body)).raise_for_status()
     events = (await http.get("/gradio_api/queue/data", params={"session_hash": "s"})).text
