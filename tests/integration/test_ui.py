@@ -542,8 +542,14 @@ def test_a_late_stop_does_not_stop_the_next_answer(tab: Tab, instance: Instance)
     tab.page.locator("#sk-new").click()
     expect(tab.questions).to_have_count(0)
     tab.box.fill(LONG)
-    # Gradio passes over an Enter until it has seen the end of the answer before
-    poll("it is sent", lambda: tab.questions.count() or tab.box.press("Enter"))
+
+    def send() -> (
+        bool
+    ):  # Gradio passes over an Enter until it has seen the end of the answer before
+        tab.box.press("Enter")
+        return tab.questions.count() > 0
+
+    poll("it is sent", send)
     before = _grown(tab, 20)
     with tab.page.expect_response(lambda answer: is_stop(answer.request)):
         held[0].continue_()
