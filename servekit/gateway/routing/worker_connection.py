@@ -267,6 +267,7 @@ class WorkerConnection:
                     del self._cancelled[next(iter(self._cancelled))]
         self._waits_no_more(call.wire_id)
         call.replica = None
+        self._close_if_idle()
 
     def take_cancelled(self) -> list[InflightRequest]:
         """Remove and return the cancelled calls that may have been running when the worker died."""
@@ -301,7 +302,8 @@ class WorkerConnection:
         return self.wanted
 
     def _close_if_idle(self) -> None:
-        if not self.wanted and not self.calls and self._connection is not None:
+        idle = not self.calls and not self._cancelled  # a death by a cancelled call must be seen
+        if idle and not self.wanted and self._connection is not None:
             self._connection.close()
 
     # ---- the connection
@@ -350,6 +352,7 @@ class WorkerConnection:
             self._on_lent(message)
         elif isinstance(message, Cancelled):
             self._cancelled.pop(message.id, None)
+            self._close_if_idle()
         else:
             if is_tcp(self.socket) and self._connection is not None:
                 self._connection.allow()

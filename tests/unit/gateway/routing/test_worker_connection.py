@@ -455,6 +455,18 @@ async def test_a_retired_worker_finishes_its_calls_and_takes_continuations(scene
     await until(lambda: scene.closed == 1, "it is left with its last call")
 
 
+async def test_a_retired_worker_is_left_when_its_last_call_is_cancelled(scene: Scene) -> None:
+    worker = await scene.connect()
+    call = ask()
+    await scene.run(call)
+    worker.retire()
+    worker.cancel_call(call)
+    await settle()
+    assert scene.closed == 0, "it may yet harm the worker"
+    scene.say(Cancelled(call.wire_id))
+    await until(lambda: scene.closed == 1, "it is left")
+
+
 async def test_a_retired_worker_with_calls_can_come_back(scene: Scene) -> None:
     worker = await scene.connect()
     await scene.run(ask())
