@@ -535,6 +535,11 @@ class Runner:
         task.peer.jobs.pop(task.id, None)
         self._check_idle()
 
+    def start_draining(self) -> None:
+        """Take no more requests, and leave the gateways once none runs; see `on_idle`."""
+        self.draining = True
+        self._check_idle()
+
     def _check_idle(self) -> None:
         if self.lending.active:
             self.lending.change()

@@ -223,10 +223,8 @@ class Worker:
     def _start_draining(self) -> None:
         if self._runner is None:
             self._set_exit(0)
-            return
-        self._runner.draining = True
-        if not self._runner.busy:
-            self._set_exit(0)
+        else:
+            self._runner.start_draining()
 
     def _fail_step(self) -> None:
         """Make the engine's next step fail, for chaos tests."""

@@ -24,8 +24,9 @@ from servekit.engines.api import load_phases
 from servekit.engines.api.base import Engine, Job, Load, Report, StepOutput
 from servekit.engines.api.text_engine import TextEngine, TextJob
 from servekit.engines.echo.run import EchoCodec
-from servekit.errors import EngineFailed, LoadError
+from servekit.errors import EngineFailed, LoadError, WorkerLost
 from servekit.protocol.control.startup_messages import GATE
+from servekit.protocol.forwarding import HttpRequest
 from servekit.protocol.messages import (
     PROTOCOL,
     BootFailed,
@@ -665,6 +666,21 @@ async def test_an_idle_worker_exits_at_drain(start: Start) -> None:
     scene.control.send(Drain())
     assert await scene.code() == 0
     assert scene.engine.closed
+
+
+async def test_an_idle_worker_gives_back_what_arrives_at_drain(start: Start) -> None:
+    scene = await start()
+    await scene.boot()
+    await scene.connect()
+    assert scene.gateway is not None and scene.worker._runner is not None
+    upload = HttpRequest("/v1/x", size_bytes=9)
+    scene.gateway.send(Generate(1, SamplingParams(), http=upload, body=b"a part"))
+    await until(lambda: any(one._incomplete for one in scene.worker._runner.peers))
+    scene.control.send(Drain())
+    assert await scene.code() == 0
+    await until(lambda: scene.gateway_lost)
+    [failed] = [one for one in scene.told if isinstance(one, Failed)]
+    assert (failed.id, failed.code) == (1, WorkerLost.code)
 
 
 async def test_a_worker_that_loads_exits_at_drain(start: Start) -> None:
