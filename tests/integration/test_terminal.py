@@ -110,7 +110,7 @@ def test_progress_then_one_banner_then_ctrl_c(tmp_path: Path) -> None:
     with up(tmp_path, models) as terminal:
         terminal.until("of 20 steps")
         assert "━" in terminal.text, "a bar"
-        terminal.until("slow/0     loading   cpu")
+        terminal.until("slow/0     loading  ")  # the width is that of the longest state
         terminal.until("╰")
         banner = terminal.text[terminal.text.rindex("╭") :]
         assert "http://127.0.0.1:" in banner

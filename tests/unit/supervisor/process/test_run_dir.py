@@ -204,7 +204,8 @@ def test_the_default_survives_a_logout_and_has_fallbacks(tmp_path: Path) -> None
         tmp_path / "servekit" / "default",
         fallback,
     ]
-    home = {"HOME": str(tmp_path), "XDG_RUNTIME_DIR": "/nonexistent", "XDG_STATE_HOME": "relative"}
+    missing = str(tmp_path / "missing")
+    home = {"HOME": str(tmp_path), "XDG_RUNTIME_DIR": missing, "XDG_STATE_HOME": "relative"}
     state = tmp_path / ".local/state/servekit"
     assert default_paths(home) == [state / "default", state / f"default@{host}", fallback]
 
