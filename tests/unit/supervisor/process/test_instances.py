@@ -60,7 +60,7 @@ def test_one_whose_directory_is_just_not_there_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(procfs, "command_line", lambda *_: "servekit up")
-    monkeypatch.setattr("servekit.supervisor.process.instances._RESTORED_S", 60.0)
+    monkeypatch.setattr("servekit.supervisor.process.instances._RESTORED_S", 10.0)
     made = taken(tmp_path / "servekit" / "r")
     shutil.rmtree(tmp_path / "servekit")
 
