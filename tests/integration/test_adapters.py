@@ -16,6 +16,7 @@ import openai
 import pytest
 
 from servekit.protocol.adapters import AdapterStatus
+from servekit.protocol.messages import ReplicaStatus
 from tests.api_keys import new_key
 from tests.integration.instance import Instance, bearer, echo, run, stream_completion, write_config
 from tests.polling import poll
@@ -480,17 +481,21 @@ def test_a_worker_that_starts_again_meanwhile_loads_it_once_it_is_up(tmp_path: P
         url = instance.until_settled().url
         path = folder(tmp_path, "loud")
         assert load(url, "loud", path).status_code == 200
-        taken = stream_completion(url, model="loud", prompt="abcd", max_tokens=100)
+
+        def replicas() -> tuple[ReplicaStatus, ...]:
+            return instance.model("m").replicas
+
+        taken = stream_completion(url, model="loud", prompt="abcd", max_tokens=400)
         next(taken)
+        instance.until("one is seen to run it", lambda: any(one.running for one in replicas()))
         answers: list[httpx.Response] = []
         again = threading.Thread(
             target=lambda: answers.append(load(url, "loud", path, load_inplace=True))
         )
         again.start()
         instance.until("it waits for the stream", lambda: not serves(instance, "loud"))
-        replicas = instance.model("m").replicas
-        os.kill(next(one for one in replicas if not one.running).pid, signal.SIGKILL)
-        assert len("".join(taken)) == 99
+        os.kill(next(one for one in replicas() if not one.running).pid, signal.SIGKILL)
+        assert len("".join(taken)) == 399
         again.join()
         assert (answers[0].status_code, answers[0].text[:7]) == (200, "Success")
         instance.until("both serve", lambda: ready(instance) == 2)
