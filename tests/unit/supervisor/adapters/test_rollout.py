@@ -248,7 +248,8 @@ async def test_what_is_loaded_already_is_refused_unless_in_place() -> None:
     assert deployment.adapters.expected() == (spec("x", "/b"),)
 
 
-async def test_in_place_and_refused_is_back_to_what_was() -> None:
+async def exchange() -> tuple[FakeDeployment, asyncio.Task[Any]]:
+    """An adapter that is exchanged in place: its workers have unloaded it."""
     deployment = await up()
     deployment.do(deployment.adapters.add_adapter(spec("x")))
     await deployment.finish()
@@ -257,6 +258,11 @@ async def test_in_place_and_refused_is_back_to_what_was() -> None:
     for worker in deployment.fakes:
         worker.answer(well=True)  # unloads
     await deployment.settle()
+    return deployment, other
+
+
+async def test_in_place_and_refused_is_back_to_what_was() -> None:
+    deployment, other = await exchange()
     deployment.fakes[1].answer(well=False)
     await deployment.finish()
     assert isinstance(other.result(), Refusal)
@@ -265,14 +271,7 @@ async def test_in_place_and_refused_is_back_to_what_was() -> None:
 
 
 async def test_in_place_and_all_died_is_back_to_what_was_once_they_are_up_again() -> None:
-    deployment = await up()
-    deployment.do(deployment.adapters.add_adapter(spec("x")))
-    await deployment.finish()
-    other = deployment.do(deployment.adapters.add_adapter(spec("x", "/b"), in_place=True))
-    await deployment.settle()
-    for worker in deployment.fakes:
-        worker.answer(well=True)  # unloads
-    await deployment.settle()
+    deployment, other = await exchange()
     for worker in deployment.fakes:
         worker.die()
     await deployment.finish()

@@ -126,6 +126,19 @@ async def begin(pool: WorkerPool, count: int = 1) -> tuple[Deployment, list[Work
     return deployment, old
 
 
+async def begin_change(
+    pool: WorkerPool,
+) -> tuple[Deployment, list[WorkerProcess], WorkerProcess, WorkerProcess]:
+    """Return a deployment of two workers, these, and the two that replace them; one is ready."""
+    deployment, old = await begin(pool, 2)
+    deployment.roll_out(VERSIONS[1], ((), ()), 1)
+    await settle()
+    first, second = deployment.replicas[2:]
+    first.change_state("serve")
+    await settle()
+    return deployment, old, first, second
+
+
 @pytest.mark.parametrize("event", ["serve", "fail"])
 async def test_a_change_goes_on_with_what_the_one_before_it_has_started(
     pool: WorkerPool, event: Literal["serve", "fail"]
@@ -142,12 +155,7 @@ async def test_a_change_goes_on_with_what_the_one_before_it_has_started(
 
 
 async def test_a_change_goes_on_where_the_one_before_it_has_drained_some(pool: WorkerPool) -> None:
-    deployment, old = await begin(pool, 2)
-    deployment.roll_out(VERSIONS[1], ((), ()), 1)
-    await settle()
-    first, second = deployment.replicas[2:]
-    first.change_state("serve")
-    await settle()
+    deployment, old, _, second = await begin_change(pool)
     assert [one.ending for one in old] == [True, False]
     deployment.roll_out(VERSIONS[1], ((), ()), 1)
     await settle()
@@ -245,12 +253,7 @@ async def test_one_on_demand_that_is_asleep_does_not_change_but_stops(
 
 
 async def test_one_that_has_fallen_asleep_has_come_up(pool: WorkerPool) -> None:
-    deployment, old = await begin(pool, 2)
-    deployment.roll_out(VERSIONS[1], ((), ()), 1)
-    await settle()
-    first, second = deployment.replicas[2:]
-    first.change_state("serve")
-    await settle()
+    deployment, old, first, second = await begin_change(pool)
     first.change_state("sleep")
     second.change_state("serve")
     await settle()
