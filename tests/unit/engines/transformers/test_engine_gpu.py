@@ -21,6 +21,11 @@ from tests.unit.engines.transformers.pooling_models.test_embedding import (
     submit,
     vectors,
 )
+from tests.unit.engines.transformers.test_engine_load import (
+    FAMILIES,
+    write_family,
+    write_long_rope,
+)
 
 Make = Callable[..., Harness]
 pytestmark = [
@@ -43,6 +48,19 @@ def test_greedy_in_a_crowd_is_what_generate_says(
         jobs.append(one.submit(prompt, max_tokens=24, ignore_eos=True))
         one.submit(prompt, temperature=1.0, top_p=0.9, seed=seed, presence_penalty=1.0)
     assert [one.tokens(job) for job in jobs] == expected
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "LongRoPE"])
+def test_other_families_say_there_what_generate_says(
+    harness: Make, tmp_path: Path, family: str
+) -> None:
+    if family == "LongRoPE":
+        write_long_rope(tmp_path)
+    else:
+        write_family(tmp_path, family)
+    one = harness(tmp_path, device="cuda", dtype="float32", options=OPTIONS)
+    expected = reference(tmp_path, PROMPTS[4:5], 16)
+    assert [one.generate(PROMPTS[4], max_tokens=16, ignore_eos=True)] == expected
 
 
 def test_a_seed_draws_the_same_as_on_the_cpu(harness: Make, tiny: Harness) -> None:

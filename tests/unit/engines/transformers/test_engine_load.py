@@ -91,7 +91,22 @@ FAMILIES: dict[str, tuple[type[Any], dict[str, Any]]] = {
         BloomConfig,
         {"hidden_size": 64, "n_layer": 2, "n_head": 4, "initializer_range": 0.3},
     ),
+    "it is recurrent": (
+        LIBRARY.RecurrentGemmaConfig,
+        BASE | {"num_hidden_layers": 3, "head_dim": 16, "w_init_variance_scale": 20.0},
+    ),
 }
+
+
+def write_family(folder: Path, family: str) -> Path:
+    """A small random model of `FAMILIES`."""
+    tokenizer = byte_level_tokenizer()
+    tokenizer.save_pretrained(folder)
+    make, fields = FAMILIES[family]
+    torch.manual_seed(0)
+    library: Any = AutoModelForCausalLM  # untyped
+    library.from_config(make(vocab_size=len(tokenizer), **fields)).save_pretrained(folder)
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -100,18 +115,12 @@ FAMILIES: dict[str, tuple[type[Any], dict[str, Any]]] = {
         *("by_request", "sdpa", "the heads of its layers differ"),
         *(
             pytest.param(family, marks=pytest.mark.lane("long"))
-            for family in ("by_request moe", "one request at a time")
+            for family in ("by_request moe", "one request at a time", "it is recurrent")
         ),
     ],
 )
 def test_other_families_say_what_generate_says(harness: Make, tmp_path: Path, family: str) -> None:
-    tokenizer = byte_level_tokenizer()
-    tokenizer.save_pretrained(tmp_path)
-    make, fields = FAMILIES[family]
-    torch.manual_seed(0)
-    config = make(vocab_size=len(tokenizer), **fields)
-    library: Any = AutoModelForCausalLM  # untyped
-    library.from_config(config).save_pretrained(tmp_path)
+    write_family(tmp_path, family)
     one = harness(tmp_path, options={"max_batch_tokens": 64})
     assert family.split(" moe")[0] in one.info.detail
     expected = reference(tmp_path, PROMPTS, 16)
