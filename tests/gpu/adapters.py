@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from servekit.protocol.messages import ReplicaStatus
 from servekit.system.gpu.gpus import gpu_memory_by_pid
-from tests.gpu.checks import MIB, PROMPT, Row
+from tests.gpu.checks import MIB, PROMPT, Row, complete
 from tests.integration.instance import Instance
 
 #: How often an adapter is loaded, asked and unloaded under traffic.
@@ -120,9 +120,7 @@ def write_lora(base: Path, folder: Path, seed: int, rank: int = 16) -> Path:
 def ask(instance: Instance, model: str, prompt: str = PROMPT, **fields: Any) -> str:
     """One completion's text, greedy unless told otherwise."""
     body = {"model": model, "prompt": prompt, "max_tokens": 32, "temperature": 0, **fields}
-    answer = httpx.post(f"{instance.url}/v1/completions", json=body, timeout=300)
-    assert answer.status_code == 200, answer.text
-    return str(answer.json()["choices"][0]["text"])
+    return complete(instance, body)
 
 
 def change(instance: Instance, verb: str, name: str, path: Path | None = None) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from torch import Tensor
@@ -72,6 +72,10 @@ class CausalRunner(ABC):
     def install_adapter(self, adapter: Adapter) -> None:
         """Allow rows with this adapter."""
         self.mixing.install_adapter(adapter)
+
+    def list_recordings(self, adapter: Adapter) -> list[Callable[[], None]]:
+        """Return what records the steps of an installed adapter, each to be run between steps."""
+        return []
 
     def remove_adapter(self, adapter: Adapter) -> None:
         """Remove an adapter that no row uses any more."""

@@ -13,9 +13,9 @@ because
 - `add_request` blocks for ten seconds on a full queue, and returns None when the loop is dead.
 
 The library's batches are synchronous and without CUDA graphs. The library reads prompts and runs
-adapters. If requested, servekit runs the steps that generate one token per request itself
-(`decode.decode_loop`). The two take turns, so that neither a long prompt nor many decoding requests
-delay the others.
+adapters that have a model of their own. If requested, servekit runs the steps that generate one
+token per request itself (`decode.decode_loop`). The two take turns, so that neither a long prompt
+nor many decoding requests delay the others.
 """
 
 from __future__ import annotations
@@ -153,6 +153,9 @@ class ContinuousRunner(CausalRunner):
         if adapter.model is not None and self._images is not None:
             self._images.attach(adapter.model)
 
+    def list_recordings(self, adapter: Adapter) -> list[Callable[[], None]]:
+        return [] if self._decoder is None else self._decoder.list_recordings(adapter)
+
     def remove_adapter(self, adapter: Adapter) -> None:
         super().remove_adapter(adapter)
         self._sampling.drop_rows()
@@ -212,9 +215,8 @@ class ContinuousRunner(CausalRunner):
         return outputs
 
     def _decode_step(self, decoder: DecodeLoop) -> list[tuple[Row, StepOutput]]:
-        self.mixing.step = None  # rows in the decode loop have no adapter
         if self._images is not None:
-            self._images.clear_layout()  # and have read their images
+            self._images.clear_layout()  # rows in the decode loop have read their images
         outputs = decoder.step()
         self._full &= not any(output.finish or output.error for _, output in outputs)
         return outputs
@@ -288,8 +290,9 @@ class ContinuousRunner(CausalRunner):
         groups.keep_prefixes_apart(made.cache, self._rows, self._epochs)
         self._processor = made
         if self._step_options is not None:
-            slots = self.plan.slots
-            self._decoder = DecodeLoop(self._model, made, self._rows, slots, self._step_options)
+            self._decoder = DecodeLoop(
+                *(self._model, made, self._rows, self.plan.slots, self._step_options, self.mixing)
+            )
             made.scheduler.elsewhere = self._decoder.seated
             made.scheduler.ample = self._decoder.pages.is_ample
 
@@ -325,7 +328,7 @@ class ContinuousRunner(CausalRunner):
         return Row(f"warm-up {first}", job, Sampling(0.0), frozenset(), 1)
 
     def drop_pages(self) -> None:
-        self.mixing.step = None
+        self.mixing.clear_layout()
         if self._images is not None:
             self._images.clear_layout()
         self._sampling.drop_rows()

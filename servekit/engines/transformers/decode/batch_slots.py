@@ -24,9 +24,10 @@ from servekit.engines.text.sampling_params import Sampling, noise_base
 from servekit.engines.transformers.request_row import Row
 
 #: Columns of `ints`. A step advances POSITION and COUNT by ALIVE, so empty slots stay unchanged.
-#: SHIFT is what the model's position is ahead of POSITION, the place in the cache.
-_COLUMNS = 8
-TOKEN, POSITION, COUNT, NOISE, LIMIT, KIND, SHIFT, ALIVE = range(_COLUMNS)
+#: SHIFT is what the model's position is ahead of POSITION, the place in the cache. ADAPTER is the
+#: number of the request's adapter, as in `Adapter`.
+_COLUMNS = 9
+TOKEN, POSITION, COUNT, NOISE, LIMIT, KIND, SHIFT, ADAPTER, ALIVE = range(_COLUMNS)
 #: Columns of `floats`; FLOOR is the logarithm of min-p.
 TEMPERATURE, TOP_P, FLOOR = range(3)
 #: Pages beyond a row's own that a draft may reach into: of 32 tokens, 8 to a page.
@@ -205,6 +206,7 @@ def slot_values(row: Row, cached: int, kind: int, vocab_size: int) -> tuple[list
     noise = noise_base(sampling.seed)
     token = (row.completion or row.job.prompt_ids)[-1]
     limit = sampling.top_k or vocab_size
-    ints = [token, cached, row.position, noise, limit, kind, row.shift, 1]
+    number = 0 if row.adapter is None else row.adapter.number
+    ints = [token, cached, row.position, noise, limit, kind, row.shift, number, 1]
     floor = math.log(sampling.min_p) if sampling.min_p else -math.inf
     return ints, [1.0 if kind == GREEDY else sampling.temperature, sampling.top_p, floor]

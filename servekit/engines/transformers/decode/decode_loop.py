@@ -15,8 +15,9 @@ proposed tokens (`speculative`), which can only be looked for once the last ones
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -34,6 +35,8 @@ from servekit.engines.transformers.decode.draft_model import DraftProposer
 from servekit.engines.transformers.decode.kernels import Kernel
 from servekit.engines.transformers.decode.page_table import Pages
 from servekit.engines.transformers.decode.slot_steps import SlotSteps, bucket_size
+from servekit.engines.transformers.lora.adapter import Adapter
+from servekit.engines.transformers.lora.batched_lora import BatchedLora
 from servekit.engines.transformers.request_row import Row
 from servekit.engines.transformers.sampling import Sampler, best_tokens
 
@@ -87,8 +90,13 @@ class DecodeLoop:
         rows: MutableMapping[str, Row],
         slots: int,
         options: StepOptions,
+        mixing: BatchedLora,
     ) -> None:
-        """Use the library's batch processor `made`. Raises ValueError for an unknown cache."""
+        """Use the library's batch processor `made`; `mixing` adds the rows' adapters.
+
+        Raises ValueError for an unknown cache.
+        """
+        self._mixing = mixing
         self._scheduler = made.scheduler
         self._rows = rows
         self._options = options
@@ -98,7 +106,9 @@ class DecodeLoop:
         self._vocab_size = int(head.weight.shape[0])
         wide = -(-options.context // self.pages.size) + _SPARE_PAGES
         self._slots = BatchSlots(slots, wide, self.pages.trash, self._vocab_size, device)
-        self._steps = SlotSteps(model, self.pages, self._slots, options.kernel, options.graphs)
+        self._steps = SlotSteps(
+            model, self.pages, self._slots, options.kernel, options.graphs, mixing
+        )
         self._sampler = Sampler()
         pinned = device.type == "cuda"
         self._heard = [torch.zeros(slots, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
@@ -127,16 +137,29 @@ class DecodeLoop:
         if self._options.draft is not None:
             step_s = self._steps.time_step(device_sampling.CHOOSING[0])
             self._options.draft.record_graphs(step_s)
+        for record in self.list_recordings(self._mixing.find_mixed()):
+            record()
+
+    def list_recordings(self, adapter: Adapter | None) -> list[Callable[[], None]]:
+        """Return the recordings of all steps with adapters, each to be run between two steps."""
+        if adapter is None or not self.uses_graphs or not self._mixing.fits_slots(adapter):
+            return []
+        return [
+            partial(self._steps.record_step, size, mode, [adapter])
+            for size, mode in self._steps.list_steps()
+        ]
 
     @property
     def uses_graphs(self) -> bool:
         return self._steps.graphs.on
 
     def admit_rows(self) -> None:
-        """Give slots to all decoding rows; a row with an adapter stays with the library."""
+        """Give slots to all decoding rows; one whose adapter has its own model has none."""
         for key, state in self._scheduler.active_requests.items():
             row = self._rows.get(key)
-            if row is None or key in self.seated or row.adapter is not None:
+            if row is None or key in self.seated:
+                continue
+            if row.adapter is not None and not self._mixing.fits_slots(row.adapter):
                 continue
             if state.status == RequestStatus.DECODING and state.position_offset == row.length - 1:
                 kind = device_sampling.classify_row(row)
@@ -229,7 +252,10 @@ class DecodeLoop:
         spans = self._slots.lend(proposals, size)
         slots = list(self.seated.values())
         watched = bool(self._watched)
-        self._steps.run_slots(size, device_sampling.FREE if watched else self._find_mode(), spans)
+        mode = device_sampling.FREE if watched else self._find_mode()
+        owners = zip(slots, spans, strict=True)
+        adapters = [one.row.adapter for one, span in owners for _ in range(span)]
+        self._steps.run_slots(size, mode, spans, adapters)
         chosen = [] if watched else self._steps.chosen[:total].tolist()
         firsts = accumulate(spans, initial=0)
         verified = [
@@ -386,8 +412,12 @@ class DecodeLoop:
     def _run_slots(self, mode: SamplingMode) -> list[BatchSlot]:
         """Start a step of all slots, and return these."""
         self._slots.upload()
-        self._steps.run_slots(bucket_size(self._slots.reach, self._slots.count), mode)
         running = list(self.seated.values())
+        adapters: list[Adapter | None] = [None] * self._slots.reach
+        for slot in running:
+            adapters[slot.index] = slot.row.adapter
+        size = bucket_size(len(adapters), self._slots.count)
+        self._steps.run_slots(size, mode, adapters=adapters)
         for slot in running:
             slot.started += 1
         return running

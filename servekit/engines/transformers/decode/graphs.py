@@ -20,34 +20,60 @@ log: Any = structlog.get_logger(__name__)
 
 
 class Graphs:
-    """CUDA graphs by key; without `wanted`, work runs directly."""
+    """CUDA graphs by generation and key; without `wanted`, work runs directly."""
 
     def __init__(self, device: torch.device, wanted: bool) -> None:
         self._device = device
         self.on = wanted and device.type == "cuda"
         self.failure = ""
-        self._graphs: dict[Hashable, Any] = {}
+        self._graphs: dict[tuple[int, Hashable], Any] = {}
         self._pool: Any = None
         self._side: Any = None
 
     def run_graph(
-        self, key: Hashable, work: Callable[[], None], changed: Tensor, *, rehearsed: bool = False
+        self,
+        key: Hashable,
+        work: Callable[[], None],
+        changed: Tensor,
+        *,
+        rehearsed: bool = False,
+        generation: int = 0,
     ) -> None:
         """Run `work`, which depends only on `key` and on tensors at fixed addresses.
 
         Running it twice must equal running it once, except for `changed`, which is restored
-        between. With `rehearsed` it has run before, and is recorded without another run.
+        between. With `rehearsed` it has run before, and is recorded without another run. The fixed
+        addresses of a generation other than 0 may be given up: see `keep_generation`.
         """
         if not self.on:
             work()
             return
-        if key not in self._graphs:
-            self._graphs[key] = self._try_record(work, changed, rehearsed)
-        graph = self._graphs[key]
+        self.prepare_graph(key, work, changed, rehearsed=rehearsed, generation=generation)
+        graph = self._graphs[generation, key]
         if graph is None:
             work()
         else:
             graph.replay()
+
+    def prepare_graph(
+        self,
+        key: Hashable,
+        work: Callable[[], None],
+        changed: Tensor,
+        *,
+        rehearsed: bool = False,
+        generation: int = 0,
+    ) -> None:
+        """Record a graph as `run_graph` does, if there is none, without replaying it."""
+        if self.on and (generation, key) not in self._graphs:
+            self._graphs[generation, key] = self._try_record(work, changed, rehearsed)
+
+    def keep_generation(self, generation: int) -> None:
+        """Drop the graphs of other generations, except for 0."""
+        kept = {key: graph for key, graph in self._graphs.items() if key[0] in (0, generation)}
+        if len(kept) < len(self._graphs):
+            torch.cuda.synchronize(self._device)  # one may be running
+            self._graphs = kept
 
     def _try_record(self, work: Callable[[], None], changed: Tensor, rehearsed: bool) -> Any:
         """Return the graph, or None if recording fails."""

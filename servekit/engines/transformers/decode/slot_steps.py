@@ -17,18 +17,31 @@ from servekit.engines.transformers.decode.graphs import Graphs
 from servekit.engines.transformers.decode.host_attention import group_queries
 from servekit.engines.transformers.decode.kernels import Kernel
 from servekit.engines.transformers.decode.page_table import DecodeStep, Holder, LayerPages
+from servekit.engines.transformers.lora.adapter import Adapter
+from servekit.engines.transformers.lora.batched_lora import BatchedLora
 
 #: Repetitions of a step that is timed.
 _TIMED = 4
 
 
 class SlotSteps:
-    """Steps of `model` over the first slots, each with one token."""
+    """Steps of `model` over the first slots, each with one token.
+
+    With `mixing` the slots may have adapters.
+    """
 
     def __init__(
-        self, model: Any, pages: LayerPages, slots: BatchSlots, kernel: Kernel, graphs: bool
+        self,
+        model: Any,
+        pages: LayerPages,
+        slots: BatchSlots,
+        kernel: Kernel,
+        graphs: bool,
+        mixing: BatchedLora | None = None,
     ) -> None:
         self._model = model
+        self._mixing = mixing
+        self._generation = 0  # of the graphs with adapters
         self._pages = pages
         self._slots = slots
         self._kernel = kernel
@@ -56,17 +69,54 @@ class SlotSteps:
 
         Later ones reuse its memory. Where one cannot be recorded, the others are not tried.
         """
-        for size in batch_sizes(self._slots.count):
-            for mode in modes:
-                if self.graphs.failure:
-                    return
-                self.run_slots(size, mode)
+        for size, mode in self.list_steps(modes):
+            if self.graphs.failure:
+                return
+            self.run_slots(size, mode)
 
-    def run_slots(self, size: int, mode: SamplingMode, spans: Sequence[int] = ()) -> None:
-        """Run the first `size` slots; `spans` are the numbers of adjacent ones of a request."""
+    def list_steps(
+        self, modes: Sequence[SamplingMode] = device_sampling.MODES
+    ) -> list[tuple[int, SamplingMode]]:
+        """Return all sizes and modes that requests may need, the largest size first."""
+        return [(size, mode) for size in batch_sizes(self._slots.count) for mode in modes]
+
+    def run_slots(
+        self,
+        size: int,
+        mode: SamplingMode,
+        spans: Sequence[int] = (),
+        adapters: Sequence[Adapter | None] = (),
+    ) -> None:
+        """Run the first `size` slots; `spans` are the numbers of adjacent ones of a request.
+
+        `adapters` are those of the first slots; others have none.
+        """
         self._spans = spans or [1] * size
+        generation = self._lay_out_adapters(size, adapters)
         work = partial(self._compute_step, size, mode)
-        self.graphs.run_graph((size, mode), work, self._slots.ints)
+        self.graphs.run_graph((size, mode), work, self._slots.ints, generation=generation)
+
+    def record_step(
+        self, size: int, mode: SamplingMode, adapters: Sequence[Adapter | None]
+    ) -> None:
+        """Record the graph of a step, if there is none, while the slots may be in use."""
+        if self.graphs.failure:
+            return
+        generation = self._lay_out_adapters(size, adapters)
+        work = partial(self._compute_step, size, mode)
+        self.graphs.prepare_graph((size, mode), work, self._slots.ints, generation=generation)
+
+    def _lay_out_adapters(self, size: int, adapters: Sequence[Adapter | None]) -> int:
+        """Return the generation of graphs for the adapters, and drop those of earlier ones."""
+        if self._mixing is None:
+            return 0
+        numbers = self._slots.ints[:size, batch_slots.ADAPTER]
+        spare = [None] * (size - len(adapters))
+        generation = self._mixing.lay_out_slots([*adapters, *spare], numbers)
+        if generation and generation != self._generation:
+            self.graphs.keep_generation(generation)
+            self._generation = generation
+        return generation
 
     def time_step(self, mode: SamplingMode) -> float:
         """Return how long a step of an empty slot takes, s."""

@@ -37,6 +37,7 @@ class Adapter:
     prompt: Tensor | None = None  # [virtual tokens, hidden size]
     model: Any | None = None
     plain: Any | None = None
+    number: int = 0  # of its factors in the table of addresses, while it is installed
 
     @property
     def group(self) -> int:

@@ -12,6 +12,10 @@ linear layer that any adapter changes, `down` and `up` of all adapters are stack
 
 The faster way depends on tokens, ranks and device. A step without adapters returns the output of
 the layer's own forward unchanged.
+
+A decode step on a GPU has one token in each slot, in any order, and is a CUDA graph that is
+replayed for other adapters: there `lora_triton` adds each token's own product, from the addresses
+in a table.
 """
 
 from __future__ import annotations
@@ -22,10 +26,15 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+import structlog
 import torch
 from torch import Tensor, nn
 
 from servekit.engines.transformers.lora.adapter import Adapter, Factors
+from servekit.engines.transformers.lora.address_table import AddressTable, Stack
+from servekit.errors import describe_error
+
+log: Any = structlog.get_logger(__name__)
 
 #: Multiplications that a device does in the time of one more run: the stacked way is faster as long
 #: as it wastes fewer. Measured on a CPU (7 µs per run with one thread) and an H100 (43 µs per run,
@@ -40,21 +49,6 @@ class Part:
     adapter: Adapter | None
     past: int
     count: int
-
-
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """The factors of all adapters on one layer: `down` [ranks, in], `up` [ranks, out].
-
-    `owners` has the adapter's uid for each rank, `places` the range of ranks for each uid. Stacks
-    with the same owners have the same `key`, in any layer.
-    """
-
-    key: int
-    owners: tuple[int, ...]
-    places: dict[int, tuple[int, int]]
-    down: Tensor
-    up: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +132,19 @@ class BatchedLora:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._like = next(model.parameters())
+        self.table = AddressTable(self._like.device)
+        self._has_kernels = self._like.device.type == "cpu"  # which needs none
         self._trees = [model]
         self._layers: dict[str, MixedLayer] = {}
         self._prompts = 0
+        self._mixed: dict[int, Adapter] = {}  # those with factors, by uid
         self._keys: dict[tuple[int, ...], int] = {}  # by owners, for the installed adapters
         self._next_key = count()
         self._embedding: _Wrapped | None = None
         self.step: BatchLayout | None = None
+        #: In a decode step on a GPU: the number of each slot's adapter, int64 [slots].
+        self.numbers: Tensor | None = None
 
     def add_tree(self, tree: nn.Module) -> None:
         """Let adapters run in a second tree of the model's modules, too; none is installed yet.
@@ -155,7 +155,41 @@ class BatchedLora:
 
     def lay_out(self, parts: Sequence[Part]) -> None:
         """Set the layout of the next forward pass."""
-        self.step = BatchLayout.build(parts)
+        self.step, self.numbers = BatchLayout.build(parts), None
+
+    def prepare_kernels(self) -> None:
+        """Compile and check the kernels of decode steps, in any thread, before the first adapter.
+
+        Without them adapters run in the library's steps.
+        """
+        if not self._has_kernels:
+            self._has_kernels = _check_kernels(self._like.device, self._like.dtype)
+
+    def fits_slots(self, adapter: Adapter) -> bool:
+        """Return whether rows with the adapter may share decode steps with all others."""
+        return adapter.model is None and (self._has_kernels or not adapter.factors)
+
+    def find_mixed(self) -> Adapter | None:
+        """Return any installed adapter with factors."""
+        return next(iter(self._mixed.values()), None)
+
+    def lay_out_slots(self, adapters: Sequence[Adapter | None], numbers: Tensor) -> int:
+        """Set the layout of a decode step; return the generation of graphs that it needs.
+
+        `adapters` has each slot's, and `numbers` [slots] its number on the device, where the step
+        reads it. Without adapters the generation is 0.
+        """
+        if numbers.device.type == "cpu" or not any(one and one.factors for one in adapters):
+            self.lay_out([Part(one, sys.maxsize, 1) for one in adapters])
+            return 0
+        self.table.send()
+        self.step, self.numbers = None, numbers
+        return self.table.generation
+
+    def clear_layout(self) -> None:
+        """Forget the last layout, and free the table; the factors may move."""
+        self.step = self.numbers = None
+        self.table.drop()
 
     def lay_out_alone(self, part: Part) -> None:
         """Set the layout of a forward pass of one request.
@@ -169,6 +203,9 @@ class BatchedLora:
     def install_adapter(self, adapter: Adapter) -> None:
         """Install an adapter; on an exception nothing of it remains."""
         try:
+            if adapter.factors:
+                self._mixed[adapter.uid] = adapter
+                adapter.number = self.table.take_number(adapter.uid)
             for name, factors in adapter.factors.items():
                 self._mixed_layer(name).put(adapter.uid, factors)
             if adapter.prompt is not None:
@@ -179,11 +216,13 @@ class BatchedLora:
             raise
 
     def uninstall_adapter(self, adapter: Adapter) -> None:
-        self.step = None
+        self.step = self.numbers = None
         for name in adapter.factors:
             layer = self._layers.get(name)
             if layer is not None and layer.remove_factors(adapter.uid):
                 self._layers.pop(name).unwrap()
+        self._mixed.pop(adapter.uid, None)
+        self.table.free_number(adapter.uid)
         # uids are never reused, so their keys would stay for good
         self._keys = {who: key for who, key in self._keys.items() if adapter.uid not in who}
         if adapter.prompt is not None and self._prompts:
@@ -214,7 +253,7 @@ class BatchedLora:
     def _mixed_layer(self, name: str) -> MixedLayer:
         if name not in self._layers:
             modules = [tree.get_submodule(name) for tree in self._trees]
-            self._layers[name] = MixedLayer(self, modules)
+            self._layers[name] = MixedLayer(self, name, modules)
         return self._layers[name]
 
     def _wrap_embedding(self) -> None:
@@ -254,8 +293,9 @@ class _Wrapped:
 class MixedLayer:
     """A linear layer of the base, in each tree of modules, with the factors of its adapters."""
 
-    def __init__(self, mixing: BatchedLora, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, mixing: BatchedLora, name: str, modules: Sequence[nn.Module]) -> None:
         self._mixing = mixing
+        self._name = name
         self._factors: dict[int, Factors] = {}
         self._stack: Stack | None = None
         self._wrapped = [_Wrapped(module) for module in modules]
@@ -281,6 +321,7 @@ class MixedLayer:
     def _restack_factors(self, factors: dict[int, Factors]) -> None:
         """Copy all factors into one stack, and replace them by views of it to save memory."""
         self._stack = stack = self._mixing.stack(factors) if factors else None
+        self._mixing.table.set_stack(self._name, stack)
         if stack is not None:
             factors = {
                 uid: Factors(stack.down[a:b], stack.up[a:b]) for uid, (a, b) in stack.places.items()
@@ -291,10 +332,35 @@ class MixedLayer:
         self, plain: Callable[..., Tensor], x: Tensor, *args: Any, **kw: Any
     ) -> Tensor:
         out = plain(x, *args, **kw)
-        step, stack = self._mixing.step, self._stack
-        if step is not None and step.runs and stack is not None:
-            _add_products(step, stack, x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1]))
+        mixing, stack = self._mixing, self._stack
+        if stack is None:
+            return out
+        if mixing.numbers is not None:
+            self._add_by_number(mixing.numbers, stack, x, out)
+        elif mixing.step is not None and mixing.step.runs:
+            flat = x.reshape(-1, x.shape[-1])
+            _add_products(mixing.step, stack, flat, out.view(-1, out.shape[-1]))
         return out
+
+    def _add_by_number(self, numbers: Tensor, stack: Stack, x: Tensor, out: Tensor) -> None:
+        from servekit.engines.transformers.lora.lora_triton import add_products
+
+        flat = x.reshape(-1, x.shape[-1]).contiguous()
+        if len(flat) == len(numbers):  # else an adapter fails its verification in the batch
+            entries, rank = self._mixing.table.entries(self._name)
+            view = out.view(-1, out.shape[-1])
+            add_products(flat, view, entries, numbers, rank, stack.down)
+
+
+def _check_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    try:
+        from servekit.engines.transformers.lora.lora_triton import check_products
+
+        check_products(device, dtype)
+    except Exception as error:  # a compiler's error, no Triton: any failure excludes it
+        log.info("adapter_kernels_failed", reason=describe_error(error))
+        return False
+    return True
 
 
 def _add_products(step: BatchLayout, stack: Stack, x: Tensor, out: Tensor) -> None:

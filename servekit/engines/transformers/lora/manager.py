@@ -168,13 +168,18 @@ class AdapterManager(AdapterTable[Adapter]):
         self, adapter: Adapter, peft: Any, alone: verify.AdapterOutput, skeletons: ModuleClones
     ) -> dict[str, float]:
         """Install an adapter in the running model, verify it there, and serve it."""
+        texts = getattr(self._runner, "texts", self._runner)
         if adapter.model is not None:
             adapter.plain = clone_modules(adapter.model) if self._media else None
-            _prepare_paged(adapter.model, getattr(self._runner, "texts", self._runner))
+            _prepare_paged(adapter.model, texts)
+        elif adapter.factors:
+            texts.mixing.prepare_kernels()
         if self._model.device.type == "cuda":
             torch.cuda.synchronize()  # written on this thread's stream, read on the engine's
         self._engine.between_steps(lambda: self._runner.install_adapter(adapter))
         try:
+            for record in texts.list_recordings(adapter):
+                self._engine.between_steps(torch.no_grad()(record))
             figures, said = self._try_in_batch(adapter, peft, alone, skeletons)
             if alone.media:
                 figures["media_error"] = self._try_media(adapter, peft, alone)

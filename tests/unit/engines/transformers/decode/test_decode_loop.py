@@ -168,7 +168,10 @@ def test_all_that_a_crowd_needs_is_recorded_ahead(
     """On a CPU nothing is recorded, but the steps run: with empty slots, they change no text."""
     keys: list[Any] = []
 
-    def noting(self: Graphs, key: Any, work: Callable[[], None], changed: torch.Tensor) -> None:
+    def noting(
+        self: Graphs, key: Any, work: Callable[[], None], changed: torch.Tensor, generation: int
+    ) -> None:
+        assert generation == 0
         keys.append(key)
         work()
 
