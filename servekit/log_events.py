@@ -202,6 +202,7 @@ EVENTS = {
     "conversion_started": "Converting {file} to safetensors, once",
     "endpoint_request_failed": "A request to the endpoint failed",
     "speculation_failed": "Speculative decoding is off until the worker starts again: {reason}",
+    "adapter_kernels_failed": "Adapters decode without CUDA graphs: {reason}",
     "cuda_graph_failed": "A step cannot be recorded as a CUDA graph: {reason}",
     "layer_merge_failed": "The layer {layer} cannot be merged: {reason}",
     "texts_run_without_graphs": "{model} runs without CUDA graphs: its vectors would be others",

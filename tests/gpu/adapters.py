@@ -38,20 +38,20 @@ def write_middle(folder: Path, tokenizer: Any = None) -> Path:
     With a tokenizer it has its vocabulary; by default one of bytes.
     """
     shape = {"hidden": 1024, "intermediate": 3072, "layers": 28, "heads": 16}
-    return _write_llama(folder, tokenizer=tokenizer, **shape)
+    return write_llama(folder, tokenizer=tokenizer, **shape)
 
 
 def write_billion(folder: Path) -> Path:
     """As `write_middle`, of 1.1e9 parameters."""
-    return _write_llama(folder, hidden=2048, intermediate=8192, layers=18, heads=32)
+    return write_llama(folder, hidden=2048, intermediate=8192, layers=18, heads=32)
 
 
 def write_large(folder: Path) -> Path:
     """As `write_middle`, of 7e9 parameters: an 8B without most of its vocabulary."""
-    return _write_llama(folder, hidden=4096, intermediate=12288, layers=36, heads=32)
+    return write_llama(folder, hidden=4096, intermediate=12288, layers=36, heads=32)
 
 
-def _write_llama(
+def write_llama(
     folder: Path,
     *,
     hidden: int,
@@ -60,6 +60,7 @@ def _write_llama(
     heads: int,
     tokenizer: Any = None,
 ) -> Path:
+    """As `write_middle`, in any shape."""
     from tests.unit.engines.harness import byte_level_tokenizer
 
     tokenizer = tokenizer or byte_level_tokenizer()

@@ -137,12 +137,13 @@ class DecodeLoop:
         if self._options.draft is not None:
             step_s = self._steps.time_step(device_sampling.CHOOSING[0])
             self._options.draft.record_graphs(step_s)
-        for record in self.list_recordings(self._mixing.find_mixed()):
-            record()
 
-    def list_recordings(self, adapter: Adapter | None) -> list[Callable[[], None]]:
-        """Return the recordings of all steps with adapters, each to be run between two steps."""
-        if adapter is None or not self.uses_graphs or not self._mixing.fits_slots(adapter):
+    def list_recordings(self, adapter: Adapter) -> list[Callable[[], None]]:
+        """Return the recordings of all steps with adapters, each to be run between two steps.
+
+        Those that are there already take no time; others would be recorded at their first use.
+        """
+        if not (self.uses_graphs and adapter.factors and self._mixing.fits_slots(adapter)):
             return []
         return [
             partial(self._steps.record_step, size, mode, [adapter])

@@ -18,6 +18,7 @@ from torch import Tensor
 
 #: Numbers of the first table; a full one is replaced by one of twice as many.
 _NUMBERS = 32
+_LEAST_RANK = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class AddressTable:
         self._tensor: Tensor | None = None
         self._stacks: dict[str, Stack] = {}
         self._rows: dict[str, int] = {}  # of layers; those without adapters keep theirs
-        self._ranks: dict[str, int] = {}  # the largest rank that a layer ever had
+        self._ranks: dict[str, int] = {}  # the largest padded rank that a layer ever had
         self._numbers: dict[int, int] = {}  # by the adapter's uid
         self._changed = False
         self.generation = 1  # never 0, which stands for steps without adapters
@@ -69,14 +70,14 @@ class AddressTable:
             self._stacks.pop(layer, None)
             return
         self._stacks[layer] = stack
-        largest = max(end - first for first, end in stack.places.values())
+        largest = max(_pad_rank(end - first) for first, end in stack.places.values())
         if largest > self._ranks.get(layer, 0):
             self._ranks[layer] = largest
             self._rows.setdefault(layer, len(self._rows))
             self.generation += 1
 
     def entries(self, layer: str) -> tuple[Tensor, int]:
-        """Return the entries of a layer by number, int64 [numbers, 3], and their largest rank."""
+        """Return the entries of a layer by number, int64 [numbers, 3], and its padded rank."""
         assert self._tensor is not None, "there is no table before it is sent"
         return self._tensor[self._rows[layer]], self._ranks[layer]
 
@@ -107,3 +108,8 @@ class AddressTable:
                 addresses = (stack.down[first:].data_ptr(), stack.up[first:].data_ptr())
                 values[self._rows[layer], self._numbers[uid]] = (*addresses, end - first)
         return torch.from_numpy(values)
+
+
+def _pad_rank(rank: int) -> int:
+    """Return the next rank for which kernels are compiled: a power of two from 16 on."""
+    return max(_LEAST_RANK, 1 << (rank - 1).bit_length())

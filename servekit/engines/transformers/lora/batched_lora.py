@@ -22,7 +22,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -138,13 +140,13 @@ class BatchedLora:
         self._trees = [model]
         self._layers: dict[str, MixedLayer] = {}
         self._prompts = 0
-        self._mixed: dict[int, Adapter] = {}  # those with factors, by uid
         self._keys: dict[tuple[int, ...], int] = {}  # by owners, for the installed adapters
         self._next_key = count()
         self._embedding: _Wrapped | None = None
         self.step: BatchLayout | None = None
         #: In a decode step on a GPU: the number of each slot's adapter, int64 [slots].
         self.numbers: Tensor | None = None
+        self._side: Any = None  # a stream
 
     def add_tree(self, tree: nn.Module) -> None:
         """Let adapters run in a second tree of the model's modules, too; none is installed yet.
@@ -169,10 +171,6 @@ class BatchedLora:
         """Return whether rows with the adapter may share decode steps with all others."""
         return adapter.model is None and (self._has_kernels or not adapter.factors)
 
-    def find_mixed(self) -> Adapter | None:
-        """Return any installed adapter with factors."""
-        return next(iter(self._mixed.values()), None)
-
     def lay_out_slots(self, adapters: Sequence[Adapter | None], numbers: Tensor) -> int:
         """Set the layout of a decode step; return the generation of graphs that it needs.
 
@@ -185,6 +183,27 @@ class BatchedLora:
         self.table.send()
         self.step, self.numbers = None, numbers
         return self.table.generation
+
+    @contextmanager
+    def run_beside(self) -> Iterator[None]:
+        """Let a graph that is being recorded run the kernels of the block beside those after it."""
+        if not self._is_recording:
+            yield
+            return
+        cuda: Any = torch.cuda  # untyped in part
+        self._side = self._side or cuda.Stream(self._like.device)
+        self._side.wait_stream(cuda.current_stream())
+        with cuda.stream(self._side):
+            yield
+
+    def await_beside(self) -> None:
+        """Let what follows wait for the kernels of the last `run_beside`."""
+        if self._is_recording:
+            torch.cuda.current_stream().wait_stream(self._side)
+
+    @property
+    def _is_recording(self) -> bool:
+        return self._like.is_cuda and torch.cuda.is_current_stream_capturing()
 
     def clear_layout(self) -> None:
         """Forget the last layout, and free the table; the factors may move."""
@@ -204,7 +223,6 @@ class BatchedLora:
         """Install an adapter; on an exception nothing of it remains."""
         try:
             if adapter.factors:
-                self._mixed[adapter.uid] = adapter
                 adapter.number = self.table.take_number(adapter.uid)
             for name, factors in adapter.factors.items():
                 self._mixed_layer(name).put(adapter.uid, factors)
@@ -221,7 +239,6 @@ class BatchedLora:
             layer = self._layers.get(name)
             if layer is not None and layer.remove_factors(adapter.uid):
                 self._layers.pop(name).unwrap()
-        self._mixed.pop(adapter.uid, None)
         self.table.free_number(adapter.uid)
         # uids are never reused, so their keys would stay for good
         self._keys = {who: key for who, key in self._keys.items() if adapter.uid not in who}
@@ -331,25 +348,33 @@ class MixedLayer:
     def _forward_mixed(
         self, plain: Callable[..., Tensor], x: Tensor, *args: Any, **kw: Any
     ) -> Tensor:
-        out = plain(x, *args, **kw)
         mixing, stack = self._mixing, self._stack
-        if stack is None:
-            return out
-        if mixing.numbers is not None:
-            self._add_by_number(mixing.numbers, stack, x, out)
-        elif mixing.step is not None and mixing.step.runs:
-            flat = x.reshape(-1, x.shape[-1])
-            _add_products(mixing.step, stack, flat, out.view(-1, out.shape[-1]))
+        if stack is not None and mixing.numbers is not None:
+            return self._forward_numbered(mixing.numbers, stack, partial(plain, x, *args, **kw), x)
+        out = plain(x, *args, **kw)
+        step = mixing.step
+        if step is not None and step.runs and stack is not None:
+            _add_products(step, stack, x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1]))
         return out
 
-    def _add_by_number(self, numbers: Tensor, stack: Stack, x: Tensor, out: Tensor) -> None:
-        from servekit.engines.transformers.lora.lora_triton import add_products
+    def _forward_numbered(
+        self, numbers: Tensor, stack: Stack, plain: Callable[[], Tensor], x: Tensor
+    ) -> Tensor:
+        """Compute a layer of a decode step on a GPU."""
+        from servekit.engines.transformers.lora import lora_triton
 
         flat = x.reshape(-1, x.shape[-1]).contiguous()
-        if len(flat) == len(numbers):  # else an adapter fails its verification in the batch
-            entries, rank = self._mixing.table.entries(self._name)
-            view = out.view(-1, out.shape[-1])
-            add_products(flat, view, entries, numbers, rank, stack.down)
+        if len(flat) != len(numbers):
+            return plain()  # not a slot each: such an adapter fails its verification in the batch
+        table, ranks = self._mixing.table.entries(self._name)
+        entries = lora_triton.Entries(table, numbers, ranks, stack.down)
+        hidden = lora_triton.make_hidden(flat, entries)
+        with self._mixing.run_beside():
+            lora_triton.shrink_states(flat, entries, hidden)
+        out = plain()
+        self._mixing.await_beside()
+        lora_triton.add_expanded(hidden, entries, out.view(-1, out.shape[-1]))
+        return out
 
 
 def _check_kernels(device: torch.device, dtype: torch.dtype) -> bool:

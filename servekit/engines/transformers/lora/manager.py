@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -178,8 +179,7 @@ class AdapterManager(AdapterTable[Adapter]):
             torch.cuda.synchronize()  # written on this thread's stream, read on the engine's
         self._engine.between_steps(lambda: self._runner.install_adapter(adapter))
         try:
-            for record in texts.list_recordings(adapter):
-                self._engine.between_steps(torch.no_grad()(record))
+            self._record_steps(texts, adapter)
             figures, said = self._try_in_batch(adapter, peft, alone, skeletons)
             if alone.media:
                 figures["media_error"] = self._try_media(adapter, peft, alone)
@@ -189,6 +189,14 @@ class AdapterManager(AdapterTable[Adapter]):
         self._said[adapter.name] = said
         self._served[adapter.name] = adapter
         return figures
+
+    def _record_steps(self, runner: Any, adapter: Adapter) -> None:
+        """Record the decode steps with adapters, in turns with the steps of running requests."""
+        for record in runner.list_recordings(adapter):
+            began_s = time.monotonic()
+            self._engine.between_steps(torch.no_grad()(record))
+            if runner.running:
+                time.sleep(time.monotonic() - began_s)
 
     def _try_in_batch(
         self, adapter: Adapter, peft: Any, alone: verify.AdapterOutput, skeletons: ModuleClones

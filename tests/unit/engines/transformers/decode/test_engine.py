@@ -10,7 +10,9 @@ import pytest
 
 from servekit.engines.transformers import runner_factory
 from servekit.engines.transformers.decode import kernels
+from servekit.engines.transformers.decode.batch_slots import BatchSlot, BatchSlots
 from servekit.engines.transformers.decode.decode_loop import StepOptions
+from servekit.engines.transformers.request_row import Row
 from servekit.errors import LoadError
 from tests.unit.engines.harness import PROMPTS, Harness, reference
 from tests.unit.engines.text.test_structured_output import DIGITS, JSON
@@ -54,22 +56,36 @@ def test_greedy_in_a_crowd_of_all_sorts(
 
 
 @pytest.mark.parametrize("options", [GRAPH, NGRAM], ids=["graph", "ngram"])
-def test_adapters_are_run_beside_it(
-    harness: Make, tiny_model: Path, tmp_path: Path, options: dict[str, Any]
+def test_adapters_share_its_steps(
+    harness: Make,
+    tiny_model: Path,
+    tmp_path: Path,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In the library's steps, which take turns with those of the base's rows."""
+    """But for those with a model of their own, whose steps take turns with the others'."""
+    seated: set[str] = set()
+    assign = BatchSlots.assign
+
+    def noting(self: BatchSlots, row: Row, *more: Any) -> BatchSlot:
+        seated.add("" if row.adapter is None else row.adapter.name)
+        return assign(self, row, *more)
+
+    monkeypatch.setattr(BatchSlots, "assign", noting)
     one = harness(options=options)
-    for seed, kind in enumerate(("lora", "ia3")):
+    kinds = ("lora", "rslora", "prompt", "ia3")
+    for seed, kind in enumerate(kinds):
         folder = making.write(tiny_model, tmp_path / kind, making.configs()[kind], seed)
         one.engine.load_adapter(making.spec(folder))
     count, prompts = 12, PROMPTS[:2]
     asked: dict[str, Any] = {"max_tokens": count, "ignore_eos": True}
-    names = ("", "lora", "ia3")
-    jobs = {name: [one.submit(text, adapter=name, **asked) for text in prompts] for name in names}
-    said = {name: [one.tokens(job) for job in jobs[name]] for name in names}
+    names = ("", *kinds)
+    jobs = [(name, one.submit(text, adapter=name, **asked)) for text in prompts for name in names]
+    said = {name: [one.tokens(job) for own, job in jobs if own == name] for name in names}
     assert said.pop("") == reference(tiny_model, prompts, count)
     for name, texts in said.items():
         assert texts == making.reference(tiny_model, tmp_path / name, prompts, count)
+    assert seated == {"", "lora", "rslora", "prompt"}
 
 
 @pytest.mark.parametrize("options", [GRAPH, NGRAM], ids=["graph", "ngram"])

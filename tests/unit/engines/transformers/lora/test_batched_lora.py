@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 from servekit.engines.transformers.lora import batched_lora
 from servekit.engines.transformers.lora.adapter import Adapter, Factors
 from servekit.engines.transformers.lora.batched_lora import BatchedLora, BatchLayout, Part
+from tests.unit.engines.transformers.interpreting import interpret
 
 SIZES = {1: 4, 2: 2, 3: 8}
 COUNTS = [(None, 3), (1, 2), (1, 5), (2, 1), (None, 1), (3, 4), (1, 1)]
@@ -150,3 +153,42 @@ def test_nothing_is_kept_of_adapters_that_come_and_go() -> None:
     assert len(keys) == 38  # a key means one layout only, whatever was forgotten meanwhile
     mixed.uninstall_adapter(stays)
     assert not mixed._keys
+
+
+NUMBERED = """
+import torch
+from servekit.engines.transformers.lora.batched_lora import BatchedLora
+from servekit.engines.transformers.lora.lora_triton import check_products
+from tests.unit.engines.transformers.lora.test_batched_lora import COUNTS, SIZES
+from tests.unit.engines.transformers.lora.test_batched_lora import Model, adapter, expected
+
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    check_products(torch.device("cpu"), dtype)
+with torch.no_grad():
+    model, adapters = Model(), {}
+    mixed = BatchedLora(model)
+    generations = []
+    for change in (1, 2, 3, -1, 1, -2, 50):
+        if change < 0:
+            mixed.uninstall_adapter(adapters.pop(-change))
+        else:
+            adapters[change] = adapter(change, SIZES.get(change, 20))
+            mixed.install_adapter(adapters[change])
+        owners = [adapters.get(uid or 0) for uid, count in COUNTS for _ in range(count)]
+        numbers = torch.tensor([[0 if one is None else one.number, 7] for one in owners])
+        x = torch.randn(1, len(owners), 16)
+        mixed.table.send()
+        mixed.step, mixed.numbers = None, numbers[:, 0]  # as on a GPU
+        assert torch.allclose(model.linear(x), expected(model, x, adapters), atol=1e-4)
+        generations.append(mixed.table.generation)
+    first = generations[0]
+    assert generations == [*[first] * 6, first + 1], generations
+    mixed.clear_layout()
+    mixed.table.send()
+    assert mixed.table.generation == first + 2
+"""
+
+
+def test_slots_find_their_adapters_by_number(tmp_path: Path) -> None:
+    """Whatever comes and goes; a larger rank or another address needs other graphs."""
+    interpret(NUMBERED, tmp_path)
