@@ -11,6 +11,7 @@ from torch import Tensor
 from servekit.engines.api.base import StepOutput
 from servekit.engines.api.job_state import Underway
 from servekit.engines.transformers.lora.adapter import Adapter
+from servekit.engines.transformers.token_history import TokenHistory
 from servekit.engines.transformers.vision.image_reader import PromptImages
 
 
@@ -25,9 +26,7 @@ class Row(Underway):
     alone: int = 0  # if not 0, no other row shares its steps; unique among rows
     epoch: int = 0  # the prefix cache is shared within one epoch; see `scheduler`
     _bias: tuple[Tensor, Tensor] | None = None
-    _counted: int = 0
-    _counts: Tensor | None = None
-    _seen: Tensor | None = None
+    history: TokenHistory | None = None  # if it has penalties
 
     @property
     def context(self) -> list[int]:
@@ -92,22 +91,3 @@ class Row(Underway):
                 torch.tensor(values, dtype=torch.float32, device=device),
             )
         return self._bias
-
-    def history(self, vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return each token's count in the completion, and whether it occurs in the context.
-
-        Both tensors are [vocabulary], float32 and bool, kept and updated here. Prompt tokens beyond
-        the vocabulary are left out: they can only be read.
-        """
-        if self._counts is None or self._seen is None:
-            self._counts = torch.zeros(vocab_size, device=device)
-            self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-            read = [token for token in self.job.prompt_ids if token < vocab_size]
-            self._seen[torch.tensor(read, dtype=torch.int64, device=device)] = True
-        new = self.completion[self._counted :]
-        if new:
-            ids = torch.tensor(new, device=device)
-            self._counts.index_add_(0, ids, torch.ones(len(new), device=device))
-            self._seen[ids] = True
-            self._counted = len(self.completion)
-        return self._counts, self._seen

@@ -14,7 +14,7 @@ deeper. Token biases, penalties and grammars come first, and apply to greedy row
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -24,6 +24,7 @@ from torch import Tensor
 from servekit.engines.api.job_state import NOT_A_NUMBER, Scores
 from servekit.engines.text.sampling_params import CANDIDATES, LEAST, Sampling, noise_keys
 from servekit.engines.text.structured_output import mask_words
+from servekit.engines.transformers.token_history import TokenHistories
 
 if TYPE_CHECKING:
     from servekit.engines.transformers.request_row import Row
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 #: Number of logits per batch of noise, which limits the memory used for a large batch.
 _NOISE_CHUNK = 8 * 2**20
 _MASK32 = 0xFFFFFFFF
+#: Number of logits that a CPU changes at a time, so that they stay in its cache.
+_CACHED_LOGITS = 2**16
 
 
 def best_tokens(logits: Tensor) -> Tensor:
@@ -46,25 +49,41 @@ def best_tokens(logits: Tensor) -> Tensor:
 class Sampler:
     """Sampler that changes a batch's logits so that each row's argmax is its chosen token."""
 
+    def __init__(self) -> None:
+        self._histories = TokenHistories()
+
     def apply(self, rows: Sequence[Row], logits: Tensor) -> None:
         """Change `logits` [len(rows), vocabulary], float32, in place.
 
-        Plain greedy rows are not touched and cost nothing.
+        Plain greedy rows are not touched and cost nothing; the others share their kernels.
         """
         masks = Masks(rows)
         report = Report(rows, logits)
-        for index, row in enumerate(rows):
-            if row.sampling.logit_bias:
-                logits[index].index_add_(0, *row.bias(logits.device))
-            if row.sampling.penalised:
-                _penalise_repeats(row, logits[index])
-            if row.eos_forbidden:
-                logits[index, _within_head(row.eos, logits)] = -torch.inf
-            if row.job.banned:
-                logits[index, _within_head(row.forbidden(), logits)] = -torch.inf
+        _add_biases(rows, logits)
+        self._penalise_repeats(rows, logits)
+        _forbid_tokens(rows, logits)
         masks.apply(logits)
         self._draw_rows(rows, logits)
         report.record_logits(logits)
+
+    def _penalise_repeats(self, rows: Sequence[Row], logits: Tensor) -> None:
+        """Lower the logits of earlier tokens.
+
+        OpenAI's penalties count the completion, the repetition penalty the whole context.
+        """
+        where = [index for index, row in enumerate(rows) if row.sampling.penalised]
+        if not where:
+            return
+        penalised = [rows[index] for index in where]
+        counts, seen, places = self._histories.count_tokens(penalised, logits)
+        at = torch.tensor(where, device=logits.device)
+        step = len(where) if logits.is_cuda else max(1, _CACHED_LOGITS // logits.shape[1])
+        for first in range(0, len(where), step):
+            part = slice(first, first + step)
+            own, place = logits[at[part]], places[part]
+            how = [row.sampling for row in penalised[part]]
+            _penalise(own, counts[place], seen[place], how)
+            logits[at[part]] = own
 
     def _draw_rows(self, rows: Sequence[Row], logits: Tensor) -> None:
         drawn = [index for index, row in enumerate(rows) if not row.sampling.greedy]
@@ -79,26 +98,40 @@ class Sampler:
             logits[where, tokens] = best.masked_fill(~best.isnan(), torch.inf)
 
 
-def _within_head(tokens: Iterable[int], logits: Tensor) -> list[int]:
-    """Return the tokens that the head covers: an embedding may have more rows than its head."""
-    return [token for token in tokens if token < logits.shape[-1]]
+def _penalise(own: Tensor, counts: Tensor, seen: Tensor, samplings: Sequence[Sampling]) -> None:
+    """Change the logits `own` in place; all three are [len(samplings), vocabulary]."""
+    if any(one.repetition_penalty != 1.0 for one in samplings):
+        factor = _column_tensor([one.repetition_penalty for one in samplings], own.device)
+        lowered = torch.where(own > 0, own / factor, own * factor)
+        torch.where(seen, lowered, own, out=own)
+    if any(one.frequency_penalty for one in samplings):
+        frequency = _column_tensor([one.frequency_penalty for one in samplings], own.device)
+        own.addcmul_(counts, frequency, value=-1)
+    if any(one.presence_penalty for one in samplings):
+        presence = _column_tensor([one.presence_penalty for one in samplings], own.device)
+        own.addcmul_((counts > 0).to(own.dtype), presence, value=-1)
 
 
-def _penalise_repeats(row: Row, logits: Tensor) -> None:
-    """Lower the logits of earlier tokens.
+def _add_biases(rows: Sequence[Row], logits: Tensor) -> None:
+    biased = [(index, row) for index, row in enumerate(rows) if row.sampling.logit_bias]
+    if not biased:
+        return
+    ids, values = zip(*(row.bias(logits.device) for _, row in biased), strict=True)
+    owners = [index for index, row in biased for _ in row.sampling.logit_bias]
+    where = (torch.tensor(owners, device=logits.device), torch.cat(ids))
+    logits.index_put_(where, torch.cat(values), accumulate=True)
 
-    OpenAI's penalties count the completion, the repetition penalty the whole context.
-    """
-    sampling = row.sampling
-    counts, seen = row.history(logits.shape[0], logits.device)
-    if sampling.repetition_penalty != 1.0:
-        factor = sampling.repetition_penalty
-        lowered = torch.where(logits > 0, logits / factor, logits * factor)
-        logits.copy_(torch.where(seen, lowered, logits))
-    if sampling.frequency_penalty:
-        logits.sub_(counts, alpha=sampling.frequency_penalty)
-    if sampling.presence_penalty:
-        logits.sub_((counts > 0).to(logits.dtype), alpha=sampling.presence_penalty)
+
+def _forbid_tokens(rows: Sequence[Row], logits: Tensor) -> None:
+    """Forbid ends before `min_tokens`, and the last tokens of banned sequences."""
+    forbidden: list[tuple[int, int]] = []
+    for index, row in enumerate(rows):
+        tokens = [*(row.eos if row.eos_forbidden else ()), *row.forbidden()]
+        # an embedding may have more rows than its head
+        forbidden += [(index, token) for token in tokens if token < logits.shape[-1]]
+    if forbidden:
+        owners, ids = torch.tensor(forbidden, device=logits.device).T
+        logits[owners, ids] = -torch.inf
 
 
 def draw_tokens(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Tensor:

@@ -107,16 +107,3 @@ def test_biases_are_made_once() -> None:
     ids, values = row.bias(CPU)
     assert ids.tolist() == [5, 7] and values.tolist() == [1.5, -2.0]
     assert row.bias(CPU)[0] is ids
-
-
-def test_counts_are_of_the_completion_and_what_was_seen_of_all() -> None:
-    row = make([1, 2, 99])
-    row.completion = [2, 4]
-    counts, seen = row.history(6, CPU)
-    assert counts.tolist() == [0, 0, 1, 0, 1, 0]
-    assert seen.nonzero().flatten().tolist() == [1, 2, 4], "99 can only be read"
-    row.completion += [4, 4]
-    counts, seen = row.history(6, CPU)
-    assert counts.tolist() == [0, 0, 1, 0, 3, 0]
-    again, _ = row.history(6, CPU)
-    assert again is counts and again.tolist() == [0, 0, 1, 0, 3, 0]
