@@ -11,6 +11,8 @@ from typing import Annotated
 
 import typer
 
+from servekit.cli.options import AsJson, RunDirectory
+
 
 def trace_cuda(
     command: Annotated[list[str] | None, typer.Argument(help="After --: the program.")] = None,
@@ -49,11 +51,8 @@ def doctor(
             help="Also check the requirements of this file; by default as for `servekit up`.",
         ),
     ] = None,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option("--run-dir", envvar="SERVEKIT_RUN_DIR", help="Run directory of the instance."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    run_dir: RunDirectory = None,
+    as_json: AsJson = False,
 ) -> None:
     """Check whether this machine is fit to serve: drivers, GPUs, libraries, limits, disk, ports."""
     from servekit.diagnostics.runner import format_findings, run_checks
