@@ -29,14 +29,8 @@ def trace_cuda(
 ) -> None:
     """Run a Python program and find what initialised CUDA in it, with the import that led there."""
     from servekit.diagnostics.cuda_trace import command as tracing
-    from servekit.system import procfs
 
-    def descendants(pid: int) -> list[int]:
-        return [process.pid for process in procfs.find_descendants(pid)]
-
-    told, code = tracing.trace_command(
-        command or (), module, descendants, as_json=as_json, check=check
-    )
+    told, code = tracing.trace_command(command or (), module, as_json=as_json, check=check)
     # The program has its own stdout; with --json that was redirected to stderr.
     (sys.stdout if as_json else sys.stderr).write(f"{told}\n")
     raise typer.Exit(code)
