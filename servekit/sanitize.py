@@ -33,11 +33,6 @@ def one_line(text: str, most: int = 2000) -> str:
     return shown if len(shown) <= most and len(text) <= 4 * most else f"{shown[:most]} …"
 
 
-def count_noun(number: int, what: str) -> str:
-    """Return a number with its noun: "1 restart", "2 restarts"."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
 def show_controls(text: str) -> str:
     """Replace each character that `strip_controls` removes by a picture, one for one.
 

@@ -1,4 +1,4 @@
-"""Sizes and durations as text, as messages state them and as options take them."""
+"""Sizes, counts and durations as text, as messages state them and as options take them."""
 
 from __future__ import annotations
 
@@ -58,6 +58,12 @@ def format_latency(time_s: float | None) -> str:
 def format_number(value: float) -> str:
     """Format a number with three digits, or all digits before the point of a large one."""
     return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
+
+
+def count_noun(number: int, what: str) -> str:
+    """Return a number with its noun: "1 restart", "2 restarts", "2 processes"."""
+    plural = f"{what}es" if what.endswith("s") else f"{what}s"
+    return f"{number} {what if number == 1 else plural}"
 
 
 def parse_duration(text: str) -> float:

@@ -11,12 +11,12 @@ from typing import Annotated
 import typer
 
 from servekit.cli.instance_lookup import (
-    RunDirectory,
     ask_instance,
     complete_adapters,
     complete_models,
     find_instance,
 )
+from servekit.cli.options import AsJson, RunDirectory, print_json
 from servekit.errors import ServekitError
 
 #: All workers verify the adapter, after earlier changes; the supervisor ends what hangs.
@@ -79,18 +79,14 @@ def rm(name: Served, run_dir: RunDirectory = None) -> None:
 def ls(
     model: Model = "",
     run_dir: RunDirectory = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show the adapters: how each is run and why, or why it has failed."""
     from servekit.protocol.adapters import Adapters, GetAdapters
 
     answer = ask_instance(find_instance(run_dir), GetAdapters(model), Adapters)
     if as_json:
-        import json
-
-        from servekit.protocol.types import as_builtins
-
-        sys.stdout.write(f"{json.dumps(as_builtins(answer.adapters), indent=2)}\n")
+        print_json(answer.adapters)
         return
     from servekit.cli.display.tables import adapter_table, print_tables
 

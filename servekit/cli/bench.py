@@ -11,14 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from servekit.cli.instance_lookup import (
-    ApiKey,
-    Authority,
-    Insecure,
-    RunDirectory,
-    find_instance,
-    read_status,
-)
+from servekit.cli.instance_lookup import find_instance, reachable_url, read_status
+from servekit.cli.options import ApiKey, Authority, Insecure, RunDirectory, print_json
 from servekit.errors import ConfigError, StartError
 
 if TYPE_CHECKING:
@@ -153,7 +147,9 @@ def bench(
     from servekit.bench import options as bench_options
 
     if schema:
-        _print_schema()
+        from servekit.bench.output.result import result_schema
+
+        print_json(result_schema())
         return
     _check_outputs(json_file, plot)
     where = url or _find_running_url(run_dir)
@@ -187,14 +183,6 @@ def bench(
     raise typer.Exit(_report_result(_run_benchmark(options), json_file, plot))
 
 
-def _print_schema() -> None:
-    import json
-
-    from servekit.bench.output.result import result_schema
-
-    sys.stdout.write(f"{json.dumps(result_schema(), indent=2)}\n")
-
-
 def _check_outputs(json_file: Path | None, plot: Path | None) -> None:
     """Check the output paths before the measurement, not after it."""
     from servekit.bench.output.plot import check_plot
@@ -214,11 +202,9 @@ def _check_outputs(json_file: Path | None, plot: Path | None) -> None:
 def _find_running_url(run_dir: Path | None) -> str:
     """Return the URL of the running instance on this machine."""
     try:
-        url = read_status(find_instance(run_dir)).url
+        return reachable_url(read_status(find_instance(run_dir)))
     except StartError as error:
         raise StartError(f"{error.message}, a URL as argument measures another server") from None
-    # an address that means every interface stands for loopback
-    return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
 def _run_benchmark(options: "Options") -> "Result":

@@ -11,6 +11,8 @@ from typing import Annotated
 
 import typer
 
+from servekit.cli.options import AsJson, RunDirectory
+
 
 def trace_cuda(
     command: Annotated[list[str] | None, typer.Argument(help="After --: the program.")] = None,
@@ -27,14 +29,8 @@ def trace_cuda(
 ) -> None:
     """Run a Python program and find what initialised CUDA in it, with the import that led there."""
     from servekit.diagnostics.cuda_trace import command as tracing
-    from servekit.system import procfs
 
-    def descendants(pid: int) -> list[int]:
-        return [process.pid for process in procfs.find_descendants(pid)]
-
-    told, code = tracing.trace_command(
-        command or (), module, descendants, as_json=as_json, check=check
-    )
+    told, code = tracing.trace_command(command or (), module, as_json=as_json, check=check)
     # The program has its own stdout; with --json that was redirected to stderr.
     (sys.stdout if as_json else sys.stderr).write(f"{told}\n")
     raise typer.Exit(code)
@@ -49,11 +45,8 @@ def doctor(
             help="Also check the requirements of this file; by default as for `servekit up`.",
         ),
     ] = None,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option("--run-dir", envvar="SERVEKIT_RUN_DIR", help="Run directory of the instance."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    run_dir: RunDirectory = None,
+    as_json: AsJson = False,
 ) -> None:
     """Check whether this machine is fit to serve: drivers, GPUs, libraries, limits, disk, ports."""
     from servekit.diagnostics.runner import format_findings, run_checks

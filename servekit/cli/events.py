@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from servekit.cli import instance_lookup
-from servekit.cli.instance_lookup import RunDirectory
-from servekit.errors import ConfigError, ServekitError, StartError, did_you_mean
-from servekit.units import parse_duration
+from servekit.cli.options import AsJsonLines, Follow, RunDirectory, Since, parse_span
+from servekit.errors import ServekitError, StartError, did_you_mean
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -41,12 +40,8 @@ _COLOURS = {
 
 
 def events(
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Keep printing new entries until Ctrl-C.")
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON, one object on each line.")
-    ] = False,
+    follow: Follow = False,
+    as_json: AsJsonLines = False,
     name: Annotated[
         str,
         typer.Option(
@@ -58,9 +53,7 @@ def events(
             autocompletion=instance_lookup.complete_workers,
         ),
     ] = "",
-    since: Annotated[
-        str, typer.Option(metavar="SPAN", help="Oldest age to show: 90s, 10m, 2h, 1d.")
-    ] = "",
+    since: Since = "",
     most: Annotated[
         int, typer.Option("--tail", "-n", min=0, help="Number of last entries to print.")
     ] = 50,
@@ -70,20 +63,13 @@ def events(
     from servekit.event_store import FILE, EventFilter
 
     folder = instance_lookup.find_run_dir(run_dir)
-    begin = time.time() - _parse_since(since) if since else 0.0
+    begin = time.time() - parse_span(since) if since else 0.0
     if not follow and not (folder / FILE).exists():
         instance_lookup.read_status(folder)  # raises if no instance runs
         raise StartError(f"no events in {folder}: the log says why events cannot be stored")
     wanted = EventFilter(_resolve_name(folder, name, follow=follow), begin)
     for event in _follow_events(folder, wanted, most, follow=follow):
         _write_event(event, as_json=as_json)
-
-
-def _parse_since(text: str) -> float:
-    try:
-        return parse_duration(text)
-    except ValueError:
-        raise ConfigError(f"{text!r} is not a duration; write 90s, 10m, 2h or 1d") from None
 
 
 def _resolve_name(folder: Path, name: str, *, follow: bool) -> str:

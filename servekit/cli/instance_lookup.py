@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
@@ -18,24 +18,6 @@ A = TypeVar("A", bound="FromSupervisor")
 #: Timeout for completion: the user is waiting.
 _COMPLETE_S = 1.0
 _ANSWER_S = 10.0
-
-RunDirectory = Annotated[
-    Path | None,
-    typer.Option("--run-dir", envvar="SERVEKIT_RUN_DIR", help="Run directory of the instance."),
-]
-
-#: Options of commands that use a server over HTTP.
-ApiKey = Annotated[
-    str | None,
-    typer.Option(
-        "--api-key",
-        metavar="NAME",
-        help="The environment variable with the key; by default SERVEKIT_API_KEY, then "
-        "OPENAI_API_KEY.",
-    ),
-]
-Authority = Annotated[Path | None, typer.Option(help="PEM file of an authority to trust.")]
-Insecure = Annotated[bool, typer.Option("--insecure", help="Accept any certificate of the server.")]
 
 
 def find_run_dir(run_dir: Path | None) -> Path:
@@ -61,6 +43,9 @@ def ask_instance(
     """Return the answer of the instance, which is of this kind. Raises ServekitError."""
     import asyncio
 
+    from servekit.system.python.lean_start import import_structlog
+
+    import_structlog()
     from servekit.supervisor.admin.control_socket import request_answer
 
     return asyncio.run(request_answer(run_dir, message, kind, timeout_s))
@@ -79,6 +64,20 @@ async def status_soon(run_dir: Path, timeout_s: float = _ANSWER_S) -> Status:
     from servekit.supervisor.admin.control_socket import request_answer
 
     return await request_answer(run_dir, GetStatus(), Status, timeout_s)
+
+
+def reachable_url(status: Status) -> str:
+    """Return the URL of an instance on this machine: one of every interface is at loopback."""
+    return status.url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+
+
+def resolve_alias(run_dir: Path, name: str, timeout_s: float = _ANSWER_S) -> str:
+    """Return the name of the model that `name` is an alias of; other names unchanged."""
+    try:
+        models = read_status(run_dir, timeout_s).models
+    except ServekitError:
+        return name
+    return next((model.name for model in models if name in model.names), name)
 
 
 # ---- completion: names of the running instance; errors must stay silent

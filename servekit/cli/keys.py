@@ -1,7 +1,6 @@
 """`servekit key new`, `ls` and `rm`: the API keys of a configuration file."""
 
 # No string annotations: typer evaluates each several times, which slows down --help.
-import json
 import os
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from servekit.cli.options import AsJson, print_json
 from servekit.cli.up.command import ConfigFile
 from servekit.errors import ConfigError, StartError, did_you_mean
 
@@ -44,13 +44,12 @@ def new(
 
 def ls(
     config: ConfigFile = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the keys of the file, their rights and limits; the keys themselves are never shown."""
     keys = _read_keys(_find_file(config))
     if as_json:
-        shown = [key.model_dump(mode="json", exclude={"hash"}) for key in keys]
-        sys.stdout.write(json.dumps(shown, indent=2) + "\n")
+        print_json([key.model_dump(mode="json", exclude={"hash"}) for key in keys])
         return
     from servekit.cli.display.responsive_table import Fitted
     from servekit.cli.display.tables import new_table, print_tables

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from servekit.cli import instance_lookup
-from servekit.cli.instance_lookup import RunDirectory
+from servekit.cli.options import Follow, RunDirectory, Since, parse_span
 from servekit.errors import ConfigError, ServekitError, StartError, did_you_mean
-from servekit.units import parse_duration
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -36,9 +35,7 @@ def logs(
             autocompletion=instance_lookup.complete_workers,
         ),
     ] = "",
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Keep printing new entries until Ctrl-C.")
-    ] = False,
+    follow: Follow = False,
     worker: Annotated[
         str,
         typer.Option(
@@ -61,9 +58,7 @@ def logs(
             help="Number of last entries to print; with --since, of those.",
         ),
     ] = 100,
-    since: Annotated[
-        str, typer.Option(metavar="SPAN", help="Oldest age to show: 90s, 10m, 2h, 1d.")
-    ] = "",
+    since: Since = "",
     run_dir: RunDirectory = None,
 ) -> None:
     """Show what workers and gateways have written, those of before included, and when each was
@@ -92,10 +87,7 @@ def _parse_begin(since: str) -> str:
     """Return the time of the oldest line to show, as lines have it; "" for all lines."""
     if not since:
         return ""
-    try:
-        begin = max(time.time() - parse_duration(since), 0.0)
-    except ValueError:
-        raise ConfigError(f"{since!r} is not a duration; write 90s, 10m, 2h or 1d") from None
+    begin = max(time.time() - parse_span(since), 0.0)
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(begin))
 
 
@@ -105,11 +97,7 @@ def _resolve_alias(folder: Path, worker: str) -> str:
 
     if not worker or any(is_of(name, worker) for name in find_log_files(folder)):
         return worker
-    try:
-        models = instance_lookup.read_status(folder, _ANSWER_S).models
-    except ServekitError:
-        return worker
-    return next((model.name for model in models if worker in model.names), worker)
+    return instance_lookup.resolve_alias(folder, worker, _ANSWER_S)
 
 
 def _check_names(folder: Path, worker: str, *, follow: bool) -> None:

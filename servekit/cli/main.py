@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 
@@ -33,8 +33,8 @@ from servekit.cli.chat import command as chat
 from servekit.cli.display.help_format import Command, make_app
 from servekit.cli.engine import command as environments
 from servekit.cli.init import command as init
-from servekit.cli.instance_lookup import RunDirectory
 from servekit.cli.model_files import command as model_files
+from servekit.cli.options import AsJson, RunDirectory, print_json
 from servekit.cli.service import command as service
 from servekit.cli.top import command as top
 from servekit.cli.up import command as serve
@@ -43,10 +43,8 @@ from servekit.cli.up import run as conversation
 from servekit.cli.up.command import ConfigFile
 from servekit.errors import ConfigError, NobodyRuns, ServekitError
 
-if TYPE_CHECKING:
-    from servekit.protocol.messages import FromSupervisor, ToSupervisor
-
-A = TypeVar("A", bound="FromSupervisor")
+#: A reload reads the file, after earlier reloads.
+_RELOAD_S = 60.0
 
 app = make_app(
     "Serve your own models on your own GPUs: one command, every GPU pinned, nothing lost."
@@ -135,7 +133,7 @@ def check(
 
 def ps(
     run_dir: RunDirectory = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
     timings: Annotated[
         bool, typer.Option("--timings", help="Show the phases of each process's start.")
     ] = False,
@@ -147,20 +145,14 @@ def ps(
     ] = False,
 ) -> None:
     """Show the processes of a running instance."""
-    from servekit.protocol.messages import GetStatus, Status
-
-    status = _ask_supervisor(instance_lookup.find_instance(run_dir), GetStatus(), Status)
+    status = instance_lookup.read_status(instance_lookup.find_instance(run_dir))
     if ready:
         from servekit.supervisor.admin.systemd import refuse_unready
 
         refuse_unready(status)
         return
     if as_json:
-        import json
-
-        from servekit.protocol.types import as_builtins
-
-        print(json.dumps(as_builtins(status), indent=2))
+        print_json(status)
         return
     from servekit.cli.display.startup_timings import timing_tables
     from servekit.cli.display.tables import print_tables, status_tables
@@ -180,23 +172,19 @@ def why(
         ),
     ],
     run_dir: RunDirectory = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show the history of a model: its last deaths, their causes, the next attempt."""
     from servekit.protocol.messages import GetWhy, Why
 
     folder = instance_lookup.find_run_dir(run_dir)
     try:
-        answer = _ask_supervisor(folder, GetWhy(name), Why)
+        answer = instance_lookup.ask_instance(folder, GetWhy(name), Why)
     except NobodyRuns as error:
         events.post_mortem(folder, name, error, as_json=as_json)
         return
     if as_json:
-        import json
-
-        from servekit.protocol.types import as_builtins
-
-        print(json.dumps(as_builtins(answer), indent=2))
+        print_json(answer)
         return
     from servekit.cli.display.tables import print_tables
     from servekit.cli.why import why_tables
@@ -210,11 +198,8 @@ def reload(run_dir: RunDirectory = None) -> None:
     """Make a running instance read its file again; only what changed is touched."""
     from servekit.protocol.messages import Accepted, Reload
 
-    print(
-        _ask_supervisor(
-            instance_lookup.find_instance(run_dir), Reload(), Accepted, timeout_s=60.0
-        ).message
-    )
+    folder = instance_lookup.find_instance(run_dir)
+    print(instance_lookup.ask_instance(folder, Reload(), Accepted, _RELOAD_S).message)
 
 
 def down(
@@ -245,7 +230,7 @@ def chaos(
         ),
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Break a running instance of yours on purpose and check its promises."""
     from servekit.chaos import command
@@ -265,11 +250,9 @@ def chaos(
 
 def schema() -> None:
     """Print the JSON schema of the configuration file, for editors."""
-    import json
-
     from servekit.config.load import json_schema
 
-    print(json.dumps(json_schema(), indent=2))
+    print_json(json_schema())
 
 
 def reference() -> None:
@@ -443,13 +426,3 @@ def _tell_others(pid: int) -> None:
 
     if others := [one for one in list_instances() if one.record.pid != pid]:
         print(f"Other running instances:\n{listing(others)}", file=sys.stderr)
-
-
-def _ask_supervisor(
-    run_dir: Path, question: "ToSupervisor", kind: type[A], timeout_s: float = 10.0
-) -> A:
-    """Return the answer of the instance in `run_dir`, which must be of this kind."""
-    from servekit.system.python.lean_start import import_structlog
-
-    import_structlog()
-    return instance_lookup.ask_instance(run_dir, question, kind, timeout_s)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from servekit.cli import instance_lookup
-from servekit.cli.instance_lookup import RunDirectory, ask_instance
+from servekit.cli.instance_lookup import ask_instance
+from servekit.cli.options import RunDirectory
 from servekit.errors import ServekitError
 
 if TYPE_CHECKING:

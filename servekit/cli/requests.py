@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from servekit.cli import instance_lookup
-from servekit.cli.instance_lookup import RunDirectory
-from servekit.errors import ConfigError, StartError
-from servekit.units import format_latency, parse_duration
+from servekit.cli.options import AsJsonLines, Follow, RunDirectory, Since, parse_span
+from servekit.errors import StartError
+from servekit.units import format_latency
 
 if TYPE_CHECKING:
     from servekit.request_log import RequestRecord
@@ -24,9 +24,7 @@ _LOOK_EVERY_S = 0.25
 
 
 def requests(
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Keep printing new entries until Ctrl-C.")
-    ] = False,
+    follow: Follow = False,
     model: Annotated[
         str,
         typer.Option(
@@ -46,15 +44,11 @@ def requests(
     errors: Annotated[
         bool, typer.Option("--errors", help="Only requests that failed, or whose client left.")
     ] = False,
-    since: Annotated[
-        str, typer.Option(metavar="SPAN", help="Oldest age to show: 90s, 10m, 2h, 1d.")
-    ] = "",
+    since: Since = "",
     most: Annotated[
         int, typer.Option("--tail", "-n", min=0, metavar="NUMBER", help="Number of last entries.")
     ] = 50,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON, one object on each line.")
-    ] = False,
+    as_json: AsJsonLines = False,
     run_dir: RunDirectory = None,
 ) -> None:
     """Show the requests: time, key, model, endpoint, status, tokens, and where the time went.
@@ -64,9 +58,10 @@ def requests(
     from servekit.request_log import FOLDER, parse_lines, read_records
 
     folder = instance_lookup.find_run_dir(run_dir)
-    begin = time.time() - _parse_span(since) if since else 0.0
-    least_s = _parse_span(slow) if slow else 0.0
-    model = _resolve_alias(folder, model)
+    begin = time.time() - parse_span(since) if since else 0.0
+    least_s = parse_span(slow) if slow else 0.0
+    if model:  # the log has names; unknown ones may be of earlier lives
+        model = instance_lookup.resolve_alias(folder, model)
 
     def wanted(one: "RequestRecord") -> bool:
         fits = model in ("", one.model) and key in ("", one.key) and one.total_s >= least_s
@@ -86,26 +81,6 @@ def requests(
     _write(records, columns)
     for lines in news:
         _write(filter(wanted, parse_lines(lines)), columns)
-
-
-def _parse_span(text: str) -> float:
-    try:
-        return parse_duration(text)
-    except ValueError:
-        raise ConfigError(f"{text!r} is not a duration; write 90s, 10m, 2h or 1d") from None
-
-
-def _resolve_alias(folder: Path, name: str) -> str:
-    """Return the name that the log has for a model; unknown ones may be of earlier lives."""
-    from servekit.errors import ServekitError
-
-    if not name:
-        return name
-    try:
-        models = instance_lookup.read_status(folder).models
-    except ServekitError:
-        return name
-    return next((model.name for model in models if name in model.names), name)
 
 
 def _follow(folder: Path) -> Iterator[list[bytes]]:

@@ -3,7 +3,6 @@
 # No string annotations: typer evaluates each several times, which slows down --help.
 import csv
 import dataclasses
-import json
 import sys
 from datetime import date
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from servekit.cli import instance_lookup
-from servekit.cli.instance_lookup import RunDirectory
+from servekit.cli.options import AsJson, RunDirectory, print_json
 from servekit.errors import ConfigError, StartError
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ def usage(
     ] = "",
     everything: Annotated[bool, typer.Option("--all", help="All days that are kept.")] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
     run_dir: RunDirectory = None,
 ) -> None:
     """Show the requests and tokens of each API key and model, by day or month of the local time."""
@@ -48,7 +47,7 @@ def usage(
         raise StartError(f"no request has been counted in {folder} yet")
     rows = read_usage(folder, by=_parse_columns(by), monthly=month, since=_begin(since, everything))
     if as_json:
-        sys.stdout.write(json.dumps([dataclasses.asdict(row) for row in rows], indent=2) + "\n")
+        print_json([dataclasses.asdict(row) for row in rows])
     elif as_csv:
         lines = csv.writer(sys.stdout, lineterminator="\n")
         lines.writerow([one.name for one in dataclasses.fields(Usage)])

@@ -14,7 +14,8 @@ from servekit.protocol.adapters import AdapterStatus
 from servekit.protocol.messages import ReplicaHistory, Why
 from servekit.protocol.residency import ResidencyStatus, tier_text
 from servekit.protocol.types import ExitRecord, ScaleStatus
-from servekit.sanitize import count_noun, strip_controls
+from servekit.sanitize import strip_controls
+from servekit.units import count_noun
 
 #: Output lines shown of each death; the newest death shows all.
 _FEW_LINES = 3

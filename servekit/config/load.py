@@ -202,21 +202,10 @@ def _validate_section(
 def _engine_options(root: Node) -> list[Problem]:
     """Return the problems in the options of each model whose engine is known."""
     problems: list[Problem] = []
-    data = plain_value(root)
-    models = data.get("models") if isinstance(data, dict) else None
-    for i, model in enumerate(models if isinstance(models, list) else []):
-        options = model.get("options", {}) if isinstance(model, dict) else None
-        engine = model.get("engine", "transformers") if isinstance(model, dict) else None
-        if isinstance(options, dict) and isinstance(engine, str):
-            problems += _own_options(engine, options, root, ("models", i, "options"))
+    for i, model, schema in plugins.written_options(plain_value(root)):
+        if isinstance(options := model.get("options", {}), dict):
+            problems += _validate_section(schema, options, root, ("models", i, "options"))[1]
     return problems
-
-
-def _own_options(
-    engine: str, options: object, root: Node, at: tuple[str | int, ...]
-) -> list[Problem]:
-    schema = plugins.options_of(engine)  # None if the engine is unknown or `auto`
-    return [] if schema is None else _validate_section(schema, options, root, at)[1]
 
 
 def _check_meaning(config: Config, folder: Path, machine: Machine | None) -> list[Problem]:

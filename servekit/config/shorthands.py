@@ -44,15 +44,11 @@ def expand(root: Node, environ: Mapping[str, str]) -> list[Problem]:
 
 def _find_path_options(root: Node) -> set[Loc]:
     """Return the places of engines' options that are paths."""
-    found: set[Loc] = set()
-    data = plain_value(root)
-    models = data.get("models") if isinstance(data, dict) else None
-    for i, model in enumerate(models if isinstance(models, list) else []):
-        engine = model.get("engine", "transformers") if isinstance(model, dict) else None
-        options = plugins.options_of(engine) if isinstance(engine, str) else None
-        if options is not None:
-            found |= {("models", i, "options", name) for name in path_options(options)}
-    return found
+    return {
+        ("models", i, "options", name)
+        for i, _, options in plugins.written_options(plain_value(root))
+        for name in path_options(options)
+    }
 
 
 def _expand(

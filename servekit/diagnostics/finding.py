@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from servekit.units import count_noun
+
 Level = Literal["ok", "warning", "error"]
 
 
@@ -24,9 +26,5 @@ def findings_text(findings: Sequence[Finding]) -> str:
     width = max((len(finding.area) for finding in findings), default=0)
     lines = [f"{f.level:<8} {f.area:<{width}}  {f.said}" for f in findings]
     counts = Counter(finding.level for finding in findings)
-    total = (_count(counts["error"], "error"), _count(counts["warning"], "warning"))
-    return "\n".join([*lines, ", ".join(total)])
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+    totals = ", ".join(count_noun(counts[level], level) for level in ("error", "warning"))
+    return "\n".join([*lines, totals])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -123,15 +122,8 @@ def against_torch(
 def _missing_in_torch(wanted: Sequence[Gpu], found: Sequence[str]) -> str:
     """List NVML's GPUs that torch lacks. UUIDs in torch have no "GPU-" prefix."""
     have = {text.removeprefix("GPU-").lower() for text in found}
-    known = all("-" in text for text in have)  # an older torch has only names
-    if not known:
-        return "" if len(found) == len(wanted) else "all of them"
     return ", ".join(str(g) for g in wanted if g.uuid.removeprefix("GPU-").lower() not in have)
 
 
 def _major_version(version: str) -> int:
     return int(version.split(".")[0])
-
-
-def visible_devices() -> str | None:
-    return os.environ.get("CUDA_VISIBLE_DEVICES")

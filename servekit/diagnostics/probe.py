@@ -38,7 +38,7 @@ def _probe_torch(torch: Any) -> dict[str, Any]:
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
             torch.zeros(1, device=f"cuda:{index}")
-            said["gpus"].append(str(getattr(properties, "uuid", properties.name)))
+            said["gpus"].append(str(properties.uuid))
     except Exception as error:
         said["reason"] = str(error).splitlines()[0]
     return said

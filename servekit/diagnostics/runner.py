@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 from servekit.diagnostics import finding, packages
 from servekit.diagnostics.finding import Finding
-from servekit.diagnostics.gpus import check_gpus, visible_devices
+from servekit.diagnostics.gpus import check_gpus
 from servekit.diagnostics.host import check_host
 from servekit.diagnostics.service import check_service
 from servekit.system.gpu.gpus import find_gpus
@@ -18,7 +19,7 @@ from servekit.system.gpu.nvml_client import driver, is_present
 
 def run_checks(file: Path | None, run_dir: Path | None) -> list[Finding]:
     """Run all checks, within the time of the imports: seconds. Never imports torch itself."""
-    visible = visible_devices()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     probed = packages.probe_modules(packages.installed_modules(["torch", *packages.EXTENSIONS]))
     details = driver.query("details") if is_present() else None
     torch = probed.get("torch")

@@ -44,12 +44,8 @@ def count_oom_kills(root: Path = _ROOT) -> int:
     Counted in our own cgroup if possible, else on this machine since boot (/proc/vmstat).
     """
     events = [folder / "memory.events" for folder, v1 in _own_groups(root, "memory") if not v1]
-    for path in (*events, root / "proc/vmstat"):
-        with contextlib.suppress(OSError, ValueError):
-            for line in path.read_text().splitlines():
-                if line.startswith("oom_kill "):
-                    return int(line.split()[1])
-    return 0
+    counts = (_read_figure(path, "oom_kill") for path in (*events, root / "proc/vmstat"))
+    return next((count for count in counts if count is not None), 0)
 
 
 def count_usable_cpus() -> int:
@@ -75,11 +71,17 @@ def cpu_quota(mount: Path) -> int | None:
 
 
 def _read_meminfo(root: Path, field: str) -> int:
+    return (_read_figure(root / "proc/meminfo", f"{field}:") or 0) * 1024
+
+
+def _read_figure(path: Path, *names: str) -> int | None:
+    """Return the number of the first line that begins with one of these names; None without."""
     with contextlib.suppress(OSError, ValueError):
-        for line in (root / "proc/meminfo").read_text().splitlines():
-            if line.startswith(f"{field}:"):
-                return int(line.split()[1]) * 1024
-    return 0
+        for line in path.read_text().splitlines():
+            name, _, rest = line.partition(" ")
+            if name in names:
+                return int(rest.split()[0])
+    return None
 
 
 def _own_groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
@@ -114,9 +116,4 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
 
 def _reclaimable_bytes(folder: Path) -> int:
     """Return the size of page cache that counts as usage, but that the kernel frees if needed."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in (folder / "memory.stat").read_text().splitlines():
-            name, _, value = line.partition(" ")
-            if name in ("inactive_file", "total_inactive_file"):
-                return int(value)
-    return 0
+    return _read_figure(folder / "memory.stat", "inactive_file", "total_inactive_file") or 0

@@ -76,11 +76,7 @@ def _kill_limited(mark: str) -> int:
         limit = _realtime_limit(mark)
     except ValueError:  # not one of our marks
         return 0
-    found = [one for one in procfs.find_limited(limit) if procfs.is_ours(one.pid)]
-    for process in found:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(process.pid, signal.SIGKILL)
-    return len(found)
+    return kill_processes(one for one in procfs.find_limited(limit) if procfs.is_ours(one.pid))
 
 
 def kill_marked(name: str, mark: str) -> int:
@@ -88,11 +84,17 @@ def kill_marked(name: str, mark: str) -> int:
 
     Repeat until it finds none: processes forked during the search are found the next time.
     """
-    found = list(procfs.find_marked(f"{name}={mark}")) if mark else []
-    for process in found:
+    return kill_processes(procfs.find_marked(f"{name}={mark}")) if mark else 0
+
+
+def kill_processes(processes: Iterable[procfs.Process]) -> int:
+    """SIGKILL these processes; return how many there were."""
+    killed = 0
+    for process in processes:
+        killed += 1
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process.pid, signal.SIGKILL)
-    return len(found)
+    return killed
 
 
 def _kill_group(pid: int) -> None:

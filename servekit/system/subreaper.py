@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from typing import Any
 
 from servekit.system import procfs
+from servekit.system.orphan_cleanup import kill_processes
 
 _PR_SET_CHILD_SUBREAPER = 36
 _TASKS = "/proc/self/task"
@@ -129,7 +130,7 @@ def kill_strays(mark: str) -> int:
     Call this at a child's death, and repeat until 0: these are processes that it left behind with
     an emptied environment; others are found by their mark.
     """
-    return _kill_processes(
+    return kill_processes(
         process
         for process in _reap_ended(adopted_children())
         if (process.pid, process.started) not in _settled
@@ -140,7 +141,7 @@ def kill_strays(mark: str) -> int:
 def end_adopted(within_s: float = 5.0) -> None:
     """SIGKILL and reap all orphans."""
     deadline = time.monotonic() + within_s
-    while _kill_processes(_reap_ended(adopted_children())) and time.monotonic() < deadline:
+    while kill_processes(_reap_ended(adopted_children())) and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
@@ -154,15 +155,6 @@ def _reap_ended(found: Iterable[procfs.Process]) -> list[procfs.Process]:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(process.pid, os.WNOHANG)
     return living
-
-
-def _kill_processes(processes: Iterable[procfs.Process]) -> int:
-    killed = 0
-    for process in processes:
-        killed += 1
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(process.pid, signal.SIGKILL)
-    return killed
 
 
 def _own_children() -> Iterator[int]:

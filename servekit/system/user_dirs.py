@@ -8,8 +8,12 @@ from pathlib import Path
 
 def find_cache_home(environ: Mapping[str, str]) -> Path:
     """Return XDG_CACHE_HOME, or ~/.cache."""
-    base = Path(environ.get("XDG_CACHE_HOME", ""))
-    return base if base.is_absolute() else Path(environ.get("HOME", "~")).expanduser() / ".cache"
+    return _find_base(environ, "XDG_CACHE_HOME", ".cache")
+
+
+def find_config_home(environ: Mapping[str, str]) -> Path:
+    """Return XDG_CONFIG_HOME, or ~/.config."""
+    return _find_base(environ, "XDG_CONFIG_HOME", ".config")
 
 
 def find_models_cache(environ: Mapping[str, str]) -> Path:
@@ -22,7 +26,9 @@ def find_engines_folder(environ: Mapping[str, str]) -> Path:
 
     It is below XDG_DATA_HOME, or ~/.local/share.
     """
-    base = Path(environ.get("XDG_DATA_HOME", ""))
-    if not base.is_absolute():
-        base = Path(environ.get("HOME", "~")).expanduser() / ".local" / "share"
-    return base / "servekit" / "engines"
+    return _find_base(environ, "XDG_DATA_HOME", ".local/share") / "servekit" / "engines"
+
+
+def _find_base(environ: Mapping[str, str], variable: str, below_home: str) -> Path:
+    base = Path(environ.get(variable, ""))
+    return base if base.is_absolute() else Path(environ.get("HOME", "~")).expanduser() / below_home

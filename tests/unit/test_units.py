@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from servekit.units import (
+    count_noun,
     format_bytes,
     format_duration,
     format_latency,
@@ -18,6 +19,13 @@ def test_sizes() -> None:
     assert [format_bytes(size) for size in sizes] == [
         *("0 B", "10 B", "2 KiB", "5 MiB", "1.0 GiB", "3.0 GiB", "-5.0 GiB")
     ]
+
+
+def test_counts() -> None:
+    assert [count_noun(n, "process") for n in (0, 1, 2)] == [
+        *("0 processes", "1 process", "2 processes")
+    ]
+    assert count_noun(2, "restart") == "2 restarts"
 
 
 def test_long_times() -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from servekit.cli import instance_lookup
-from servekit.cli.instance_lookup import ApiKey, Authority, Insecure, RunDirectory
+from servekit.cli.options import ApiKey, Authority, Insecure, RunDirectory
 from servekit.errors import ConfigError, ServekitError, StartError
 
 if TYPE_CHECKING:
@@ -142,9 +142,7 @@ def _find_running_url(run_dir: Path | None) -> str:
         status = instance_lookup.read_status(instance_lookup.find_run_dir(run_dir))
     except StartError as error:
         raise StartError(f"{error.message}, --url talks to another server") from None
-    # An address that means every interface is reached at loopback.
-    url = status.url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
-    return f"{url}/v1"
+    return f"{instance_lookup.reachable_url(status)}/v1"
 
 
 def _make_client(

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from servekit.cli.options import AsJson, print_json
+
 Name = Annotated[
     str, typer.Argument(metavar="NAME", help="Name of the environment, as `engine list` shows it.")
 ]
@@ -47,7 +49,7 @@ def install(
 
 
 def list_environments(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the environments of engines, and what each of them has."""
     from servekit.cli.display.tables import print_tables
@@ -55,9 +57,7 @@ def list_environments(
 
     found = describe_environments(os.environ)
     if as_json:
-        import json
-
-        typer.echo(json.dumps(found, indent=2))
+        print_json(found)
     else:
         print_tables(environment_table(found))
 

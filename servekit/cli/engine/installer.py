@@ -40,7 +40,7 @@ from servekit.config.engines.installed import find_module, packages_of
 from servekit.config.engines.options import KINDS, EngineKind
 from servekit.errors import ConfigError, StartError
 from servekit.system import procfs
-from servekit.system.user_dirs import find_engines_folder
+from servekit.system.user_dirs import find_config_home, find_engines_folder
 from servekit.units import format_bytes
 
 LOCK_FILE = "requirements.lock"
@@ -248,9 +248,8 @@ def _find_tool(spec: EnvironmentSpec, environ: Mapping[str, str]) -> _Pip | _Uv:
 def _has_pip_settings(environ: Mapping[str, str]) -> bool:
     if any(name.startswith("PIP_") for name in environ):
         return True
-    config = Path(environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME", "~")) / ".config")
-    files = [config / "pip" / "pip.conf", Path("/etc/pip.conf")]
-    return any(file.expanduser().is_file() for file in files)
+    files = [find_config_home(environ) / "pip" / "pip.conf", Path("/etc/pip.conf")]
+    return any(file.is_file() for file in files)
 
 
 def _choose_name(engine: Requirement, tool: _Pip | _Uv, home: Path) -> str:

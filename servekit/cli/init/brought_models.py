@@ -127,10 +127,13 @@ def _insert_after_name(keys: dict[str, Any], **more: Any) -> None:
     keys.update(ordered)
 
 
-def resolve_model(text: str) -> tuple[str, str]:
-    """Return the path of a model for the file, and why it cannot be served as it is, or ""."""
+def resolve_model(text: str, folder: Path | None = None) -> tuple[str, str]:
+    """Return the path of a model for the file, and why it cannot be served as it is, or "".
+
+    It is relative to `folder`, by default the working directory.
+    """
     try:
-        path = paths.check_model_path(text, Path.cwd())
+        path = paths.check_model_path(text, folder or Path.cwd())
     except ValueError as error:
         return text, str(error)
     return (text if path.revision else path.text), ""

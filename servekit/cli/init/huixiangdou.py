@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from servekit.cli.init.brought_models import Carried
-from servekit.config import paths
+from servekit.cli.init.brought_models import Carried, resolve_model
+from servekit.cli.init.config_template import name_of
 from servekit.errors import ConfigError
 
 #: HuixiangDou's limit of an answer; source: `llm_server_hybrid.py`, max_new_tokens of Qwen models.
@@ -52,8 +52,12 @@ def convert_config(path: Path) -> Carried:
             f"{path}: [llm.server] has no local_llm_path, so it says of no model that it is to be"
             " served here; write `models:` yourself, see `servekit init`"
         )
-    notes = [*_dropped_key_notes(llm, server), *_path_notes(model, path)]
-    return Carried(_config_text(path, model, server, _find_port(llm, server)), tuple(notes))
+    notes = [*_dropped_key_notes(llm, server)]
+    # a local path becomes absolute, since the new file may be in another folder
+    found, reason = resolve_model(model, path.absolute().parent)
+    if reason:
+        notes.append(f"llm.server.local_llm_path: carried over as it is, but {reason}")
+    return Carried(_config_text(path.name, found, server, _find_port(llm, server)), tuple(notes))
 
 
 def _read_toml(path: Path) -> Mapping[str, Any]:
@@ -127,41 +131,19 @@ def _dropped_key_notes(llm: Mapping[str, Any], server: Mapping[str, Any]) -> Ite
     )
 
 
-def _path_notes(model: str, path: Path) -> Iterator[str]:
-    try:
-        paths.check_model_path(model, path.absolute().parent)
-    except ValueError as error:
-        yield f"llm.server.local_llm_path: carried over as it is, but {error}"
-
-
 # ---------------------------------------------------------------- the file
 
 
-def _config_text(path: Path, model: str, server: Mapping[str, Any], port: int) -> str:
-    name = Path(model.rstrip("/")).name.lower() or "model"
+def _config_text(source: str, model: str, server: Mapping[str, Any], port: int) -> str:
     return _TEMPLATE.format(
-        source=path.name,
-        name=json.dumps(_model_name(name)),
-        path=json.dumps(_resolve_path(model, path), ensure_ascii=False),
+        source=source,
+        name=json.dumps(name_of(model)),
+        path=json.dumps(model, ensure_ascii=False),
         context=_context_line(_find_length(server)),
         answer=ANSWER_TOKENS,
         port=port,
         first_port=8000 if port != 8000 else 8001,
     )
-
-
-def _model_name(name: str) -> str:
-    """Turn a folder's name into a valid model name."""
-    kept = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in name)
-    return kept.strip("._-")[:128] or "model"
-
-
-def _resolve_path(model: str, path: Path) -> str:
-    """Make a local path absolute, since the new file may be in another folder."""
-    try:
-        return paths.check_model_path(model, path.absolute().parent).text
-    except ValueError:
-        return model
 
 
 def _context_line(length: int | None) -> str:

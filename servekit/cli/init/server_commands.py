@@ -20,6 +20,7 @@ from servekit.vllm_source import arguments as engine_arguments
 
 #: Reads the words after an option; raises ValueError if they are none of its values.
 Read = Callable[[list[str]], Any]
+_Values = Literal["none", "one", "maybe", "many"]
 _NOTHING = object()
 #: The least that `max_context` may be; 0 is the model's own in llama-server.
 _LEAST_CONTEXT = 16
@@ -31,7 +32,7 @@ class _Option:
 
     key: str
     read: Read
-    values: Literal["none", "one", "maybe", "many"] = "one"
+    values: _Values
 
 
 @dataclass(slots=True)
@@ -256,15 +257,14 @@ def _adapters(values: list[str]) -> list[tuple[str, str]]:
     return pairs
 
 
-def _drop(
-    *flags: str, values: Literal["none", "one", "maybe", "many"] = "one"
-) -> dict[str, _Option]:
-    """Options about the server, which is servekit's own."""
-    return dict.fromkeys(flags, _Option("without", _nothing, values))
+def _take(key: str, read: Read, *flags: str, values: _Values = "one") -> dict[str, _Option]:
+    """Return an option under all its names."""
+    return dict.fromkeys(flags, _Option(key, read, values))
 
 
-def _share_option(option: _Option, *flags: str) -> dict[str, _Option]:
-    return dict.fromkeys(flags, option)
+def _drop(*flags: str, values: _Values = "one") -> dict[str, _Option]:
+    """Return options about the server, which is servekit's own."""
+    return _take("without", _nothing, *flags, values=values)
 
 
 def _vllm_name(flag: str) -> str:
@@ -273,30 +273,24 @@ def _vllm_name(flag: str) -> str:
 
 _CACHE_TYPES = {name: name for name in ("f32", "f16", "bf16", "q8_0", "q4_0")}
 _LLAMA = {
-    **_share_option(_Option("model", _text), "-m", "--model"),
-    **_share_option(_Option("model", _repository), "-hf", "-hfr", "--hf-repo"),
-    **_share_option(_Option("options.mmproj", _text), "-mm", "--mmproj"),
-    **_share_option(_Option("options.image_min_tokens", _number), "--image-min-tokens"),
-    **_share_option(_Option("options.image_max_tokens", _number), "--image-max-tokens"),
-    **_share_option(_Option("options.mmproj", lambda _: False, "none"), "--no-mmproj"),
-    **_share_option(_Option("names", lambda values: [values[0]]), "-a", "--alias"),
-    **_share_option(_Option("port", _number), "--port"),
-    **_share_option(_Option("context", _number), "-c", "--ctx-size"),
-    **_share_option(_Option("options.slots", _number), "-np", "--parallel"),
-    **_share_option(
-        _Option("options.gpu_layers", _layers), "-ngl", "--gpu-layers", "--n-gpu-layers"
-    ),
-    **_share_option(_Option("options.cpu_moe_layers", _number), "-ncmoe", "--n-cpu-moe"),
-    **_share_option(
-        _Option("options.cpu_moe_layers", _constant(value=1000), "none"), "-cmoe", "--cpu-moe"
-    ),
-    **_share_option(_Option("options.threads", _number), "-t", "--threads"),
-    **_share_option(_Option("options.batch_tokens", _number), "-ub", "--ubatch-size"),
-    **_share_option(_Option("options.flash_attention", _on_off, "maybe"), "-fa", "--flash-attn"),
-    **_share_option(
-        _Option("options.cache_type", _choice(**_CACHE_TYPES)), "-ctk", "--cache-type-k"
-    ),
-    **_share_option(_Option("cache_type_v", _choice(**_CACHE_TYPES)), "-ctv", "--cache-type-v"),
+    **_take("model", _text, "-m", "--model"),
+    **_take("model", _repository, "-hf", "-hfr", "--hf-repo"),
+    **_take("options.mmproj", _text, "-mm", "--mmproj"),
+    **_take("options.image_min_tokens", _number, "--image-min-tokens"),
+    **_take("options.image_max_tokens", _number, "--image-max-tokens"),
+    **_take("options.mmproj", lambda _: False, "--no-mmproj", values="none"),
+    **_take("names", lambda values: [values[0]], "-a", "--alias"),
+    **_take("port", _number, "--port"),
+    **_take("context", _number, "-c", "--ctx-size"),
+    **_take("options.slots", _number, "-np", "--parallel"),
+    **_take("options.gpu_layers", _layers, "-ngl", "--gpu-layers", "--n-gpu-layers"),
+    **_take("options.cpu_moe_layers", _number, "-ncmoe", "--n-cpu-moe"),
+    **_take("options.cpu_moe_layers", _constant(value=1000), "-cmoe", "--cpu-moe", values="none"),
+    **_take("options.threads", _number, "-t", "--threads"),
+    **_take("options.batch_tokens", _number, "-ub", "--ubatch-size"),
+    **_take("options.flash_attention", _on_off, "-fa", "--flash-attn", values="maybe"),
+    **_take("options.cache_type", _choice(**_CACHE_TYPES), "-ctk", "--cache-type-k"),
+    **_take("cache_type_v", _choice(**_CACHE_TYPES), "-ctv", "--cache-type-v"),
     **_drop("--host", "-b", "--batch-size", "--timeout", "-to", "--slot-save-path"),
     **_drop("--jinja", "--metrics", "--slots", "--props", "--no-webui", values="none"),
     **_drop("-cb", "--cont-batching", "--no-warmup", "--log-disable", "-v", values="none"),
@@ -309,41 +303,39 @@ _TOOL_PARSERS = {
     "llama4_pythonic": "pythonic",
 }
 _VLLM = {
-    **_share_option(_Option("model", _text), "--model"),
-    **_share_option(_Option("names", list, "many"), "--served-model-name"),
-    **_share_option(_Option("adapters", _adapters, "many"), "--lora-modules"),
-    **_share_option(_Option("port", _number), "--port"),
-    **_share_option(_Option("gpus_per_replica", _number), "--tensor-parallel-size", "-tp"),
-    **_share_option(_Option("replicas", _number), "--data-parallel-size", "-dp"),
-    **_share_option(_Option("max_context", _amount), "--max-model-len"),
-    **_share_option(
-        _Option("dtype", _choice(**_DTYPES, half="float16", float="float32")), "--dtype"
-    ),
-    **_share_option(_Option("revision", _text), "--revision"),
-    **_share_option(
-        _Option("trust_remote_code", _constant(value=True), "none"), "--trust-remote-code"
-    ),
-    **_share_option(_Option("memory", _share), "--gpu-memory-utilization"),
-    **_share_option(_Option("chat_template", _text), "--chat-template"),
-    **_share_option(_Option("tool_parser", _choice(**_TOOL_PARSERS)), "--tool-call-parser"),
-    **_share_option(_Option("options.quantization", _text), "--quantization", "-q"),
-    **_share_option(_Option("options.slots", _number), "--max-num-seqs"),
-    **_share_option(_Option("options.max_batch_tokens", _amount), "--max-num-batched-tokens"),
-    **_share_option(_Option("options.load_format", _text), "--load-format"),
-    **_share_option(_Option("options.kv_cache_bytes", _amount), "--kv-cache-memory-bytes"),
-    **_share_option(
-        _Option("options.enforce_eager", _constant(value=True), "none"), "--enforce-eager"
-    ),
-    **_share_option(
-        _Option("options.prefix_caching", _constant(value=False), "none"),
+    **_take("model", _text, "--model"),
+    **_take("names", list, "--served-model-name", values="many"),
+    **_take("adapters", _adapters, "--lora-modules", values="many"),
+    **_take("port", _number, "--port"),
+    **_take("gpus_per_replica", _number, "--tensor-parallel-size", "-tp"),
+    **_take("replicas", _number, "--data-parallel-size", "-dp"),
+    **_take("max_context", _amount, "--max-model-len"),
+    **_take("dtype", _choice(**_DTYPES, half="float16", float="float32"), "--dtype"),
+    **_take("revision", _text, "--revision"),
+    **_take("trust_remote_code", _constant(value=True), "--trust-remote-code", values="none"),
+    **_take("memory", _share, "--gpu-memory-utilization"),
+    **_take("chat_template", _text, "--chat-template"),
+    **_take("tool_parser", _choice(**_TOOL_PARSERS), "--tool-call-parser"),
+    **_take("options.quantization", _text, "--quantization", "-q"),
+    **_take("options.slots", _number, "--max-num-seqs"),
+    **_take("options.max_batch_tokens", _amount, "--max-num-batched-tokens"),
+    **_take("options.load_format", _text, "--load-format"),
+    **_take("options.kv_cache_bytes", _amount, "--kv-cache-memory-bytes"),
+    **_take("options.enforce_eager", _constant(value=True), "--enforce-eager", values="none"),
+    **_take(
+        "options.prefix_caching",
+        _constant(value=False),
         "--no-enable-prefix-caching",
+        values="none",
     ),
-    **_share_option(_Option("options.max_lora_rank", _number), "--max-lora-rank"),
-    **_share_option(_Option("options.max_loras", _number), "--max-loras"),
-    **_share_option(
-        _Option("", _nothing, "none"),
+    **_take("options.max_lora_rank", _number, "--max-lora-rank"),
+    **_take("options.max_loras", _number, "--max-loras"),
+    **_take(
+        "",
+        _nothing,
         *("--enable-lora", "--enable-auto-tool-choice", "--enable-prefix-caching"),
         "--enable-chunked-prefill",
+        values="none",
     ),
     **_drop("--host", "--api-key", "--swap-space", "--uvicorn-log-level", "--root-path"),
     **_drop("--api-server-count", "--reasoning-parser", "--distributed-executor-backend"),

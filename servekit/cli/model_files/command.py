@@ -4,7 +4,6 @@
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from servekit.cli import instance_lookup
-from servekit.cli.instance_lookup import RunDirectory
+from servekit.cli.options import AsJson, RunDirectory, print_json
 from servekit.errors import ConfigError, NobodyRuns, ServekitError, StartError, did_you_mean
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ Model = Annotated[
 def ls(
     config: ConfigFile = None,
     run_dir: RunDirectory = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the models: their state, where they come from, and their size on disk.
 
@@ -46,7 +45,7 @@ def ls(
     """
     rows = list(_list_rows(config, run_dir))
     if as_json:
-        sys.stdout.write(json.dumps(rows, indent=2) + "\n")
+        print_json(rows)
         return
     from rich.text import Text
 

@@ -11,6 +11,7 @@ import typer
 
 from servekit.cli.up.command import Profile, make_plan, make_source
 from servekit.errors import ConfigError, StartError
+from servekit.system.user_dirs import find_config_home
 
 _UNIT = Path(__file__).with_name("servekit.service")
 _SYSTEM = Path("/etc/systemd/system")
@@ -125,10 +126,7 @@ def _quote_argument(word: Path | str) -> str:
 
 
 def _unit_folder(*, user: bool) -> Path:
-    if not user:
-        return _SYSTEM
-    base = Path(os.environ.get("XDG_CONFIG_HOME", ""))
-    return (base if base.is_absolute() else Path.home() / ".config") / "systemd" / "user"
+    return find_config_home(os.environ) / "systemd" / "user" if user else _SYSTEM
 
 
 def _write(path: Path, text: str, advice: str, *, force: bool) -> None:

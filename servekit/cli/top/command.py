@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from servekit.cli import instance_lookup
-from servekit.cli.instance_lookup import RunDirectory
+from servekit.cli.options import RunDirectory
 
 
 def top(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from servekit.cli.instance_lookup import RunDirectory
+from servekit.cli.options import RunDirectory
 from servekit.errors import ConfigError, ServekitError
 
 if TYPE_CHECKING:

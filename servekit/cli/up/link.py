@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from servekit.cli import instance_lookup
-from servekit.cli.instance_lookup import RunDirectory
+from servekit.cli.options import RunDirectory
 
 if TYPE_CHECKING:
     from servekit.protocol.messages import Link

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from servekit.errors import ConfigError, StartError
+from servekit.system.user_dirs import find_config_home
 
 NAME = "servekit.yaml"
 #: Of the files for typed models, beside the default run directory.
@@ -83,10 +84,7 @@ def find_default(environ: Mapping[str, str]) -> Path:
 
 def default_places(environ: Mapping[str, str]) -> tuple[Path, Path]:
     """Return the paths that are looked at when no file is named, in their order."""
-    base = Path(environ.get("XDG_CONFIG_HOME", ""))
-    if not base.is_absolute():
-        base = Path(environ.get("HOME", "~")).expanduser() / ".config"
-    return Path(NAME), base / "servekit" / NAME
+    return Path(NAME), find_config_home(environ) / "servekit" / NAME
 
 
 def write_for_models(

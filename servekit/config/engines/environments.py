@@ -20,14 +20,14 @@ from typing import Any
 from servekit.config import paths
 from servekit.config.engines.installed import (
     Machine,
+    describe_module,
     find_module,
     find_origin,
     is_there,
-    package_version,
-    packages_of,
 )
-from servekit.config.engines.options import KINDS, EngineKind
+from servekit.config.engines.options import KINDS, EngineKind, is_cpu_build
 from servekit.config.schema import ModelConfig
+from servekit.system.python.installation import package_version
 from servekit.system.user_dirs import find_engines_folder
 
 #: Marks a finished environment of `servekit engine install`, and says how it was made.
@@ -68,15 +68,10 @@ class Environment:
         return self.packages.get(package, "") if self.python else package_version(package)
 
     def is_for_cpus(self, kind: EngineKind) -> bool:
-        """Return whether its build of the engine is for CPUs.
-
-        vLLM detects its platform in the same way: its wheels for CPUs are of version "0.32.0+cpu".
-        """
-        if not kind.cpu_package:
-            return False
-        if self.version_of(kind.cpu_package):
-            return True
-        return "cpu" in self.version_of(kind.modules[0])
+        """Return whether its build of the engine is for CPUs."""
+        return bool(kind.cpu_package) and is_cpu_build(
+            kind.modules[0], kind.cpu_package, self.version_of
+        )
 
     def missing(self, kind: EngineKind) -> list[str]:
         """Return the requirements of servekit's worker and the engine that it does not meet."""
@@ -233,11 +228,7 @@ def find_environment(kind: EngineKind, machine: Machine) -> Environment:
 
 def engine_version(kind: EngineKind, environment: Environment) -> str:
     """Return the package and version of an engine, "vllm 0.33.0"; "" if it is not installed."""
-    module = find_module(kind, environment.has)
-    for package in packages_of(module):
-        if version := environment.version_of(package):
-            return f"{package} {version}"
-    return module
+    return describe_module(find_module(kind, environment.has), environment.version_of)
 
 
 def adapt_kind(kind: EngineKind, environment: Environment) -> EngineKind:

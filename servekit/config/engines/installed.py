@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from servekit.config.engines import plugins
 from servekit.config.engines.options import KINDS, EngineKind
-from servekit.system.python.installation import is_slim
+from servekit.system.python.installation import is_slim, package_version
 
 #: Modules whose packages have other names, or several.
 _PACKAGES = {
@@ -65,7 +65,7 @@ def list_engines() -> Iterator[tuple[str, str]]:
             yield name, f"not installed: {remedy}"
         else:
             module = find_module(kind)
-            yield name, _version_of(module) if module else "comes with servekit"
+            yield name, describe_module(module) if module else "comes with servekit"
     for plugin in plugins.usable_plugins():
         yield plugin.name, f"from {plugin}"
 
@@ -82,20 +82,10 @@ def packages_of(module: str) -> Sequence[str]:
     return _PACKAGES.get(module, (module,))
 
 
-def package_version(package: str) -> str:
-    """Return the version of a package in servekit's own environment; "" if pip has not installed
-    it.
-    """
-    from importlib import metadata  # a slow import
-
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
-def _version_of(module: str) -> str:
+def describe_module(module: str, version_of: Callable[[str], str] = package_version) -> str:
+    """Return a module's package and version, "vllm 0.33.0"; no version if pip has none of it."""
+    package = ""
     for package in packages_of(module):
-        if version := package_version(package):
+        if version := version_of(package):
             return f"{package} {version}"
-    return packages_of(module)[-1]  # importable, but not installed by pip
+    return package

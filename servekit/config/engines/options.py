@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Annotated, Any, Literal, Self
@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from servekit.config.base_model import Section, require_form
 from servekit.config.engines.path_options import ConfigPath
+from servekit.system.python.installation import package_version
 from servekit.vllm_source import arguments
 
 
@@ -502,19 +503,16 @@ class EngineKind:
 
 @cache
 def is_built_for_cpus(package: str, cpu_package: str) -> bool:
+    """Return whether servekit's own environment has a build for CPUs of a package."""
+    return is_cpu_build(package, cpu_package, package_version)
+
+
+def is_cpu_build(package: str, cpu_package: str, version_of: Callable[[str], str]) -> bool:
     """Return whether `cpu_package` is installed, or a `package` with "cpu" in its version.
 
     vLLM detects its platform in the same way: its wheels for CPUs are of version "0.32.0+cpu".
     """
-    from importlib import metadata  # a slow import
-
-    for name in (cpu_package, package):
-        try:
-            version = metadata.version(name)
-            return name == cpu_package or "cpu" in version
-        except metadata.PackageNotFoundError:
-            continue
-    return False
+    return bool(version_of(cpu_package)) or "cpu" in version_of(package)
 
 
 class Kinds(dict[str, EngineKind]):

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from pydantic import ConfigDict
 
@@ -134,6 +135,19 @@ def options_of(name: str) -> type[Section] | None:
         return (KINDS[name] if name in KINDS else import_plugin_kind(name)).options
     except (KeyError, ValueError):
         return None
+
+
+def written_options(data: Any) -> Iterator[tuple[int, dict[str, Any], type[Section]]]:
+    """Yield number, keys and schema of the options of each model whose engine is known.
+
+    `data` is that of a file which may have errors.
+    """
+    models = data.get("models") if isinstance(data, dict) else None
+    for number, model in enumerate(models if isinstance(models, list) else []):
+        engine = model.get("engine", "transformers") if isinstance(model, dict) else None
+        schema = options_of(engine) if isinstance(engine, str) else None
+        if schema is not None:
+            yield number, model, schema
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from servekit.diagnostics.cuda_trace import program
@@ -13,12 +13,7 @@ from servekit.diagnostics.cuda_trace.report import make_report, report_text
 
 
 def trace_command(
-    words: Sequence[str],
-    module: str | None,
-    descendants: Callable[[int], Sequence[int]],
-    *,
-    as_json: bool,
-    check: bool,
+    words: Sequence[str], module: str | None, *, as_json: bool, check: bool
 ) -> tuple[str, int]:
     """Run the program; return the report and the exit code. Raises ServekitError.
 
@@ -27,7 +22,7 @@ def trace_command(
     command = program.command_of(words, module)
     with tempfile.TemporaryDirectory(prefix="servekit-trace-") as folder:
         out = sys.stderr.fileno() if as_json else None
-        trace = program.run_traced(command, Path(folder), descendants, stdout=out)
+        trace = program.run_traced(command, Path(folder), stdout=out)
     trace.only_imports = module is not None
     found = make_report(trace)
     code: int = 1 if check and found["findings"] else found["exit_code"]

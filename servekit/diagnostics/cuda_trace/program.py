@@ -8,13 +8,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from servekit.errors import ConfigError, StartError
+from servekit.system import procfs
 
 INJECTED = Path(__file__).parent / "injected"
 #: Interval of looking at the open files of all its processes.
@@ -59,17 +60,10 @@ def traced_environment(base: Mapping[str, str], directory: Path) -> dict[str, st
     return {**base, "PYTHONPATH": os.pathsep.join(path), "SERVEKIT_TRACE_CUDA": str(directory)}
 
 
-def run_traced(
-    command: Sequence[str],
-    directory: Path,
-    descendants: Callable[[int], Sequence[int]],
-    *,
-    stdout: int | None = None,
-) -> Trace:
+def run_traced(command: Sequence[str], directory: Path, *, stdout: int | None = None) -> Trace:
     """Run the program to its end and collect the records. Raises StartError.
 
-    `descendants` returns the PIDs of all descendants of a process. SIGTERM and SIGHUP are
-    forwarded; Ctrl-C reaches the program by itself.
+    SIGTERM and SIGHUP are forwarded; Ctrl-C reaches the program by itself.
     """
     env = traced_environment(os.environ, directory)
     try:
@@ -79,7 +73,8 @@ def run_traced(
     seen: dict[int, tuple[str, list[str]]] = {}
     with _passed_on(process):
         while process.poll() is None:
-            for pid in (process.pid, *descendants(process.pid)):
+            below = procfs.find_descendants(process.pid)
+            for pid in (process.pid, *(one.pid for one in below)):
                 _look_at_process(pid, seen)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_LOOK_S)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from servekit.diagnostics.cuda_trace.program import Trace
+from servekit.units import count_noun
 
 Line = Mapping[str, Any]
 
@@ -152,7 +153,7 @@ def _report_lines(report: Mapping[str, Any]) -> Iterator[str]:
     processes, findings = report["processes"], report["findings"]
     yield (
         f"trace-cuda: exit code {report['exit_code']}, "
-        f"{_count_noun(len(processes), 'Python process')}, {_count_noun(len(findings), 'finding')}"
+        f"{count_noun(len(processes), 'Python process')}, {count_noun(len(findings), 'finding')}"
     )
     for process in processes:
         yield ""
@@ -213,8 +214,3 @@ def _stack_lines(stack: Sequence[Sequence[Any]]) -> Iterator[str]:
         yield f"    {file}:{number} in {function}"
         if code := linecache.getline(file, number).strip():
             yield f"        {code}"
-
-
-def _count_noun(number: int, noun: str) -> str:
-    plural = noun + ("es" if noun.endswith("s") else "s")
-    return f"{number} {noun if number == 1 else plural}"

@@ -61,6 +61,14 @@ def ends_of(job: Job, eos: frozenset[int]) -> frozenset[int]:
     return frozenset(own) | (frozenset() if ignored else eos)
 
 
+def find_common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the length of the common beginning."""
+    end = min(len(one), len(other))
+    if one[:end] == other[:end]:
+        return end
+    return next(at for at in range(end) if one[at] != other[at])
+
+
 @dataclass(slots=True, eq=False)
 class Underway:
     """A running job: its tokens so far and how the next one is sampled.
@@ -119,6 +127,14 @@ class Underway:
     def length(self) -> int:
         """Number of tokens of prompt and completion so far, including virtual tokens."""
         return self.virtual_tokens + len(self.job.prompt_ids) + len(self.completion)
+
+    def tokens_between(self, start: int, stop: int) -> list[int]:
+        """Return the tokens `start` to `stop` of prompt and completion, without virtual ones."""
+        prompt = self.job.prompt_ids
+        before = len(prompt)
+        if start >= before:
+            return self.completion[start - before : stop - before]
+        return prompt[start:stop] + self.completion[: max(0, stop - before)]
 
     def note_cached(self, tokens: int) -> None:
         """Record the number of tokens found in the cache, on the first lookup only.

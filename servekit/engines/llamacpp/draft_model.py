@@ -18,11 +18,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
+from servekit.engines.api.job_state import find_common_length
 from servekit.engines.api.speculation import Proposer, Wanted
 from servekit.engines.llamacpp.model import Context, InsufficientMemory, Model
 from servekit.engines.llamacpp.request_row import LlamaRow
 from servekit.engines.llamacpp.sampling_params import draw_token
-from servekit.engines.llamacpp.sequences import Place, Sequences, find_common_length
+from servekit.engines.llamacpp.sequences import Place, Sequences
 from servekit.engines.llamacpp.vocabulary import Vocabulary
 from servekit.errors import LoadError
 
@@ -129,7 +130,7 @@ class DraftProposer(Proposer[LlamaRow]):
             start, taken = len(place.cached), min(left, room)
             if not taken:
                 break
-            tokens = row.context(start, start + taken)
+            tokens = row.tokens_between(start, start + taken)
             at = self._put(place, tokens, output=taken == left)
             read.append((place, tokens))
             room -= taken
@@ -166,7 +167,7 @@ class DraftProposer(Proposer[LlamaRow]):
             reading = self._readings[row.key] = _Reading(place, len(place.cached))
         place = reading.place
         end = min(len(place.cached), row.length - 1)
-        said = row.context(reading.known, end)
+        said = row.tokens_between(reading.known, end)
         reading.known += find_common_length(place.cached[reading.known : end], said)
         self._sequences.cut(place, reading.known)
         place.used = now

@@ -307,7 +307,7 @@ class GenerationRunner:
                     taken = min(taken, scored)
                     scored -= taken
                 if taken:
-                    plan.texts.append((place, row.context(start, start + taken)))
+                    plan.texts.append((place, row.tokens_between(start, start + taken)))
             room = max(0, self._step_tokens - plan.tokens)
         if self._sequences.count_cached() + plan.tokens > self._context.capacity:
             self._make_room()

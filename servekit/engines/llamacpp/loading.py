@@ -227,12 +227,11 @@ def _count_threads(asked: int | None, whole_on_gpu: bool) -> int:
 def _load_model(binding: Binding, settings: Settings, spec: WorkerSpec, report: Report) -> Model:
     report(Progress("load", 0, _DOTS, "steps"))
     library = binding.library
-    library.listen(_progress_counter(report))
+    library.log.listen(_progress_counter(report))
     address = binding.load_model(settings)
     if not address:
-        why = library.complaints or "it does not say why"
-        raise LoadError(f"llama.cpp cannot load {settings.path}: {why}.")
-    library.listen(None)
+        raise LoadError(f"llama.cpp cannot load {settings.path}: {library.log.complaints}.")
+    library.log.listen()
     report(Progress("load", _DOTS, _DOTS, "steps"))
     model = Model(library, address)
     if settings.pooling is None and model.encodes:
@@ -258,10 +257,9 @@ def _progress_counter(report: Report) -> Callable[[], None]:
 def _new_context(binding: Binding, model: Model, settings: Settings, cache_bytes: int) -> Context:
     address = binding.new_context(model.address, settings)
     if not address:
-        why = binding.library.complaints or "it does not say why"
         raise LoadError(
             f"llama.cpp makes no context of {settings.context} tokens "
-            f"({format_bytes(cache_bytes)} of cache): {why}."
+            f"({format_bytes(cache_bytes)} of cache): {binding.library.log.complaints}."
         )
     return Context(binding, model, address, settings)
 

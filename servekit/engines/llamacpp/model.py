@@ -159,13 +159,12 @@ class Context:
             self._library.call("llama_set_causal_attn", self._address, True)
 
     def _run_pass(self, batch: Batch) -> None:
-        self._library.listen(None)
+        self._library.log.listen()
         code = self._library.call(self._run, self._address, batch)
         if code == 1:
             raise InsufficientMemory
         if code:
-            why = self._library.complaints or "it does not say why"
-            raise RuntimeError(f"llama.cpp failed with code {code}: {why}")
+            raise RuntimeError(f"llama.cpp failed with code {code}: {self._library.log.complaints}")
 
     def logits(self, place: int) -> NDArray[np.float32]:
         """Return a place's logits [vocabulary], in llama.cpp's memory until the next pass."""

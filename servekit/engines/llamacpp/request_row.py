@@ -29,13 +29,6 @@ class LlamaRow(Underway):
     _counts: dict[int, int] = field(default_factory=dict)
     _counted: int = 0  # completion tokens counted in both
 
-    def context(self, start: int, end: int) -> list[int]:
-        """Return the tokens `start` to `end` of prompt and completion."""
-        prompt = self.job.prompt_ids
-        if start >= len(prompt):
-            return self.completion[start - len(prompt) : end - len(prompt)]
-        return prompt[start:end] + self.completion[: max(0, end - len(prompt))]
-
     @property
     def media(self) -> ChunkedPrompt | None:
         """The images and recordings of the prompt."""
@@ -55,7 +48,7 @@ class LlamaRow(Underway):
 
     def marked(self) -> list[int]:
         """Return all tokens, with the marks of images and recordings in their places."""
-        tokens = self.context(0, self.length)
+        tokens = self.tokens_between(0, self.length)
         return tokens if self.media is None else self.media.mark_tokens(tokens)
 
     @property

@@ -7,9 +7,9 @@ copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from servekit.engines.api.job_state import find_common_length
 from servekit.engines.llamacpp.media.mtmd import PLAIN, Positions
 from servekit.engines.llamacpp.model import Context
 from servekit.engines.llamacpp.request_row import LlamaRow
@@ -114,11 +114,3 @@ class Sequences:
             place.row = None
             place.cached.clear()
         self._context.clear_cache()
-
-
-def find_common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the length of the common beginning."""
-    end = min(len(one), len(other))
-    if one[:end] == other[:end]:
-        return end
-    return next(at for at in range(end) if one[at] != other[at])

@@ -138,14 +138,7 @@ def step_options(
         raise LookupError("it is spread over several GPUs")
     if not paged_attention.has_full_attention(config):
         raise LookupError("some of its layers do not attend to the whole context")
-    shape = kv_cache.shape_of(config, model.dtype.itemsize)
-    asked = kernels.Shape(
-        shape.heads, shape.kv_heads, shape.head_dim, block_size, model.dtype, device
-    )
-    named = spec.options.get("decode_attention") or "auto"
-    if device.type != "cuda" and named == "auto":
-        named = "reference"
-    kernel = kernels.choose_kernel(named, asked)
+    kernel = kernels.choose_for_model(model, spec, block_size)
     on_gpu = device.type == "cuda"
     graphs = on_gpu and kernel.captured
     chunk = spec.options.get("max_batch_tokens") or kv_cache.default_batch_tokens(spec.device)

@@ -7,7 +7,6 @@ LoadError that names a remedy.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +19,7 @@ from transformers.models.auto import modeling_auto
 from transformers.utils import logging as library_logging
 
 from servekit.engines.api.base import Report
-from servekit.engines.model_files.model_kind import ModelKind
+from servekit.engines.model_files.model_kind import ModelKind, read_json
 from servekit.engines.transformers import quantize
 from servekit.engines.transformers.batching.kv_cache import context_of
 from servekit.engines.transformers.sleep import device_memory
@@ -213,10 +212,7 @@ def _choose_auto(folder: Path, kind: ModelKind) -> Any:
 
 def read_model_type(folder: Path) -> str:
     """Return the library's name of the architecture, "" if none is stated."""
-    try:
-        return str(json.loads((folder / "config.json").read_text())["model_type"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
+    return str(_read_config(folder).get("model_type", ""))
 
 
 def _require_a_head(folder: Path) -> None:
@@ -296,11 +292,15 @@ def _explain_error(folder: Path, spec: WorkerSpec, error: Exception) -> str:
 
 
 def _read_architectures(folder: Path) -> str:
-    try:
-        stated = json.loads((folder / "config.json").read_text())["architectures"]
-        return ", ".join(stated) or "an unnamed architecture"
-    except (OSError, ValueError, KeyError, TypeError):
-        return "an unnamed architecture"
+    stated = _read_config(folder).get("architectures")
+    named = isinstance(stated, list) and ", ".join(map(str, stated))
+    return named or "an unnamed architecture"
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Return the model's configuration; {} if the file has none."""
+    stated = read_json(folder / "config.json")
+    return stated if isinstance(stated, dict) else {}
 
 
 def _first_line(error: Exception) -> str:

@@ -69,7 +69,7 @@ def _list_gpus(nvml: Any) -> list[dict[str, Any]]:
         _read_gpu(nvml, index, handle)
         | {
             "linked": [
-                _as_text(nvml.nvmlDeviceGetUUID(other))
+                nvml.nvmlDeviceGetUUID(other)
                 for number, other in found
                 if number != index and _is_linked(nvml, handle, other)
             ]
@@ -83,19 +83,19 @@ def _is_linked(nvml: Any, one: Any, other: Any) -> bool:
     try:
         status = nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
         return bool(status == nvml.NVML_P2P_STATUS_OK)
-    except (AttributeError, nvml.NVMLError):
+    except nvml.NVMLError:
         return False
 
 
 def _free_memory(nvml: Any) -> dict[str, int]:
     handles = [] if nvml is None else [handle for _, handle in _gpu_handles(nvml)]
-    return {_as_text(nvml.nvmlDeviceGetUUID(one)): _memory_of(nvml, one)[1] for one in handles}
+    return {nvml.nvmlDeviceGetUUID(one): _memory_of(nvml, one)[1] for one in handles}
 
 
 def _memory_by_process(nvml: Any) -> dict[int, dict[str, int]]:
     holdings: dict[int, dict[str, int]] = {}
     for _, handle in [] if nvml is None else _gpu_handles(nvml):
-        uuid = _as_text(nvml.nvmlDeviceGetUUID(handle))
+        uuid = nvml.nvmlDeviceGetUUID(handle)
         for pid, held_bytes in _gpu_processes(nvml, handle):
             of_pid = holdings.setdefault(pid, {})
             of_pid[uuid] = of_pid.get(uuid, 0) + held_bytes
@@ -119,7 +119,7 @@ def _read_utilisation(nvml: Any, handle: Any) -> float | None:
     """
     try:
         return float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
-    except (AttributeError, nvml.NVMLError):
+    except nvml.NVMLError:
         return None
 
 
@@ -129,7 +129,7 @@ def _gpu_details(nvml: Any) -> dict[str, Any]:
     cuda = nvml.nvmlSystemGetCudaDriverVersion()
     return {
         "error": "",
-        "driver": _as_text(nvml.nvmlSystemGetDriverVersion()),
+        "driver": nvml.nvmlSystemGetDriverVersion(),
         "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}",
         "gpus": [_details_of(nvml, index, handle) for index, handle in _gpu_handles(nvml)],
     }
@@ -178,8 +178,8 @@ def _read_gpu(nvml: Any, index: int, handle: Any) -> dict[str, Any]:
     total_bytes, free_bytes = _memory_of(nvml, handle)
     return {
         "index": index,
-        "uuid": _as_text(nvml.nvmlDeviceGetUUID(handle)),
-        "name": _as_text(nvml.nvmlDeviceGetName(handle)),
+        "uuid": nvml.nvmlDeviceGetUUID(handle),
+        "name": nvml.nvmlDeviceGetName(handle),
         "total_bytes": total_bytes,
         "free_bytes": free_bytes,
     }
@@ -194,7 +194,7 @@ def _memory_of(nvml: Any, handle: Any) -> tuple[int, int]:
     try:
         memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
         return int(memory.total - memory.reserved), int(memory.free)
-    except (AttributeError, TypeError, nvml.NVMLError):
+    except nvml.NVMLError:
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
         return int(memory.total), int(memory.free)
 
@@ -214,10 +214,6 @@ def _gpu_processes(nvml: Any, handle: Any) -> Iterator[tuple[int, int]]:
         for process in processes:
             held[process.pid] = max(held.get(process.pid, 0), int(process.usedGpuMemory or 0))
     yield from held.items()
-
-
-def _as_text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
 
 
 if __name__ == "__main__":

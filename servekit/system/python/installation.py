@@ -37,13 +37,17 @@ def require_protocol(own: int) -> None:
 
 def is_slim() -> bool:
     """Return whether this is the package of `deploy/slim`, whose engines have environments."""
+    return bool(package_version("servekit-slim"))
+
+
+def package_version(package: str) -> str:
+    """Return the version of a package in servekit's own environment; "" if pip has none of it."""
     from importlib import metadata  # a slow import
 
     try:
-        metadata.distribution("servekit-slim")
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return False
-    return True
+        return ""
 
 
 def make_pip_command(extra: str) -> str:

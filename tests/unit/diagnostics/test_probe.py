@@ -36,7 +36,7 @@ def test_only_the_line_of_json_is_on_stdout(
     assert "late" not in done.stderr
 
 
-def make_torch(cuda: str | None, *names: str, error: str = "") -> Any:
+def make_torch(cuda: str | None, *uuids: str, error: str = "") -> Any:
     """A library with the parts of torch that are asked."""
 
     def init() -> None:
@@ -44,10 +44,10 @@ def make_torch(cuda: str | None, *names: str, error: str = "") -> Any:
             raise RuntimeError(error)
 
     def describe(index: int) -> Any:
-        return SimpleNamespace(name=names[index])
+        return SimpleNamespace(uuid=uuids[index])
 
     asked = SimpleNamespace(
-        init=init, device_count=lambda: len(names), get_device_properties=describe
+        init=init, device_count=lambda: len(uuids), get_device_properties=describe
     )
     return SimpleNamespace(
         version=SimpleNamespace(cuda=cuda), cuda=asked, zeros=lambda *size, device: None
@@ -60,7 +60,7 @@ def test_a_build_for_cpus_is_asked_for_no_gpus() -> None:
 
 
 def test_gpus_are_named_or_the_first_line_of_the_reason_is() -> None:
-    found = probe._probe_torch(make_torch("13.0", "H100", "A100"))
-    assert found == {"cuda": "13.0", "gpus": ["H100", "A100"], "reason": ""}
-    found = probe._probe_torch(make_torch("13.0", "H100", error="no driver\nadvice"))
+    found = probe._probe_torch(make_torch("13.0", "aa-01", "bb-02"))
+    assert found == {"cuda": "13.0", "gpus": ["aa-01", "bb-02"], "reason": ""}
+    found = probe._probe_torch(make_torch("13.0", "aa-01", error="no driver\nadvice"))
     assert found == {"cuda": "13.0", "gpus": [], "reason": "no driver"}

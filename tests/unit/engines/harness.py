@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -209,6 +210,13 @@ class Harness:
     def logprobs(self, job_id: int) -> list[TokenLogprob]:
         self.tokens(job_id)
         return [one for output in self.outputs[job_id] for one in output.logprobs or ()]
+
+    def vectors(self, job_id: int) -> list[list[float]]:
+        """The vectors of a job to embed, or the scores of one to classify, at its end."""
+        self.until(lambda: self.ended(job_id), "the vectors are there")
+        (output,) = self.outputs[job_id]
+        assert (output.finish, output.error, output.token_ids) == ("stop", None, [])
+        return [np.frombuffer(one, "<f4").tolist() for one in output.vectors or ()]
 
     def ended(self, job_id: int) -> bool:
         last = self.outputs.get(job_id, [])[-1:]

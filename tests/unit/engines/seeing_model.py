@@ -407,3 +407,13 @@ def _save_loud(kind: Any, config: Any, folder: Path) -> None:
             if not weights.any():  # such as Gemma 3's projection of images
                 weights.normal_()
     model.save_pretrained(folder)
+
+
+#: Writers of models with eyes, by the names of their architectures.
+SEEING = {
+    "llava": write_seeing_model,
+    "idefics3": write_idefics3,
+    "qwen2_vl": write_qwen2_vl,
+    "qwen3_vl": write_qwen3_vl,
+    "gemma3": write_gemma3,
+}

@@ -27,6 +27,7 @@ from typing import Any
 
 from servekit.engines.llamacpp.library.capi import Library
 from servekit.engines.llamacpp.library.struct_layouts import (
+    RawStruct,
     fill_copy,
     recognise_defaults,
     unknown_layout,
@@ -50,8 +51,6 @@ PROMPT_OUTPUTS = 64
 PROPOSED_OUTPUTS = 64
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 _SPLITS = {"layer": 1, "row": 2}
-#: Size of either struct, with a reserve: a callee accesses only its own struct's size.
-_STRUCT_WORDS = 256
 #: llama.cpp's functions from `common_params` to the structs of a model and of a context.
 _CONVERTERS = (
     "_Z28common_model_params_to_llamaR13common_params",
@@ -114,7 +113,7 @@ class Binding(ABC):
         self._init = library.creating("llama_init_from_model", context, c_void_p)
 
     def load_model(self, settings: Settings) -> int | None:
-        """Load a model and return its address; None if it fails (see `library.complaints`)."""
+        """Load a model and return its address; None if it fails (see `library.log`)."""
         made: int | None = self._load(settings.path.encode(), self._model_params(settings))
         return made
 
@@ -181,18 +180,12 @@ class StructBinding(Binding):
         return fill_copy(self._context, context_fields(settings))
 
 
-class _Opaque(Structure):
-    """Memory for either struct, passed on the stack, or by address if it is large."""
-
-    _fields_ = (("words", ctypes.c_uint64 * _STRUCT_WORDS),)
-
-
 class XLlamaCpp(Binding):
     """The binding for xllamacpp; see the module's docstring."""
 
     def __init__(self, module: Any, library: Library) -> None:
         """Store xllamacpp's module. Raises LoadError if its `common_params` is not known."""
-        super().__init__(library, _Opaque, _Opaque)
+        super().__init__(library, RawStruct, RawStruct)
         self._module = module
         functions = ctypes.CDLL(module.xllamacpp.__file__)
         self._to_model, self._to_context = (_find_converter(functions, n) for n in _CONVERTERS)
@@ -246,7 +239,7 @@ def _find_converter(functions: ctypes.CDLL, name: str) -> Callable[[int], Struct
         function = functions[name]
     except AttributeError:
         raise unknown_layout("This version of xllamacpp") from None
-    function.restype, function.argtypes = _Opaque, (c_void_p,)
+    function.restype, function.argtypes = RawStruct, (c_void_p,)
     made: Callable[[int], Structure] = function
     return made
 

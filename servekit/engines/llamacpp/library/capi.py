@@ -136,8 +136,8 @@ class Library(Functions):
         self.path = path
         for name, (result, arguments) in _PROTOTYPES.items():
             self.declare(name, result, arguments)
-        self._log = LogListener()
-        self.call("llama_log_set", self._log.callback, None)
+        self.log = LogListener()
+        self.call("llama_log_set", self.log.callback, None)
         self.call("llama_backend_init")
 
     def creating(self, name: str, parameters: type[ctypes.Structure], first: Any) -> Any:
@@ -169,17 +169,6 @@ class Library(Functions):
                 found.append(free.value)
         return found
 
-    # ---------------------------------------------------------------- the log
-
-    def listen(self, dots: Callable[[], None] | None) -> None:
-        """Clear the kept errors; then call `dots` for each loaded percent of a model's tensors."""
-        self._log.listen(dots)
-
-    @property
-    def complaints(self) -> str:
-        """The recent errors that llama.cpp logged."""
-        return self._log.complaints
-
 
 class LogListener:
     """The receiver of a library's log, which keeps its recent errors."""
@@ -190,15 +179,15 @@ class LogListener:
         self.callback = LogCallback(self._on_log)
         _LOGGERS.append(self.callback)
 
-    def listen(self, dots: Callable[[], None] | None) -> None:
-        """Clear the kept errors; then call `dots` for each dot that is logged."""
+    def listen(self, dots: Callable[[], None] | None = None) -> None:
+        """Clear the kept errors; then call `dots` for each loaded percent of a model's tensors."""
         self._complaints.clear()
         self._dots = dots
 
     @property
     def complaints(self) -> str:
-        """The recent errors."""
-        return "; ".join(self._complaints)
+        """The recent errors, which say why a call failed."""
+        return "; ".join(self._complaints) or "it does not say why"
 
     def _on_log(self, level: int, text: bytes | None, _: Any) -> None:
         if text == b"." and self._dots is not None:

@@ -75,10 +75,10 @@ CONTEXT_LAYOUTS = (
 ROOM = 2048
 
 
-class _Raw(ctypes.Structure):
-    """A struct of either kind, before its layout is recognised."""
+class RawStruct(ctypes.Structure):
+    """Memory for either struct, whose layout is not known; it is passed on as it is."""
 
-    _fields_ = (("bytes", ctypes.c_uint8 * ROOM),)
+    _fields_ = (("words", ctypes.c_uint64 * (ROOM // 8)),)
 
 
 def struct_of(layout: Layout) -> type[ctypes.Structure]:
@@ -112,7 +112,7 @@ def recognise_defaults(library: Library) -> tuple[ctypes.Structure, ctypes.Struc
 
 def recognise_default(library: Functions, name: str, layouts: Sequence[Layout]) -> ctypes.Structure:
     """Return the default parameters that the function `name` tells. Raises LoadError."""
-    library.declare(name, _Raw, ())
+    library.declare(name, RawStruct, ())
     defaults = bytes(library.call(name))
     struct = recognise_layout(defaults, layouts)
     if struct is None:

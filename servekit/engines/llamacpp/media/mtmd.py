@@ -116,7 +116,7 @@ class Mtmd(Functions):
 
     def load_projector(self, path: str, model: int, fields: dict[str, Any]) -> int | None:
         """Load a projector for a model and return its address; None if it fails (see `log`)."""
-        self.log.listen(None)
+        self.log.listen()
         params = fill_copy(self._params, fields)
         made: int | None = self.call("mtmd_init_from_file", path.encode(), model, params)
         return made
@@ -277,7 +277,7 @@ class Projector:
         `special`: the tokens of a text's beginning and end are added. Raises RequestError if a
         picture cannot be prepared.
         """
-        self._mtmd.log.listen(None)
+        self._mtmd.log.listen()
         kept, pointers = [], (POINTER(_Part) * len(parts))()
         for at, part in enumerate(parts):
             if isinstance(part, str):
@@ -291,9 +291,9 @@ class Projector:
         memory = _ChunkMemory(self._mtmd, made)
         arguments = (self._address, made, pointers, len(parts), special)
         if self._mtmd.call("mtmd_tokenize_from_parts", *arguments):
-            why = self._mtmd.log.complaints or "it does not say why"
             raise RequestError(
-                f"messages: llama.cpp cannot prepare these images or recordings: {why}",
+                "messages: llama.cpp cannot prepare these images or recordings: "
+                f"{self._mtmd.log.complaints}",
                 param="messages",
             )
         return self._read_chunks(made, memory)
@@ -327,10 +327,9 @@ class Projector:
 
     def encode(self, chunk: MediaChunk) -> Array:
         """Return the embeddings of a chunk [count, width]. Raises RuntimeError if it fails."""
-        self._mtmd.log.listen(None)
+        self._mtmd.log.listen()
         if self._mtmd.call("mtmd_encode_chunk", self._address, chunk.address):
-            why = self._mtmd.log.complaints or "it does not say why"
-            raise RuntimeError(f"llama.cpp cannot encode it: {why}")
+            raise RuntimeError(f"llama.cpp cannot encode it: {self._mtmd.log.complaints}")
         found = self._mtmd.call("mtmd_get_output_embd", self._address)
         return np.ctypeslib.as_array(found, (chunk.count, self._width)).copy()
 

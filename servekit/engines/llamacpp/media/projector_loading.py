@@ -77,8 +77,7 @@ def _load(
             fields[name] = int(asked)
     address = mtmd.load_projector(str(path), model.address, fields)
     if not address:
-        why = mtmd.log.complaints or "it does not say why"
-        raise LoadError(f"llama.cpp cannot load {path} for this model: {why}.")
+        raise LoadError(f"llama.cpp cannot load {path} for this model: {mtmd.log.complaints}.")
     found = Projector(mtmd, address, model.input_size, path)
     if not found.modalities:
         found.close()

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from servekit.engines.api.base import Job
 from servekit.engines.text.sampling_params import Sampling
 from servekit.engines.transformers.batching.continuous import ContinuousRunner
+from servekit.engines.transformers.lora.module_clone import logits_of
 from servekit.engines.transformers.request_row import Row
 from servekit.protocol.messages import SamplingParams
 
@@ -39,7 +40,10 @@ def check_model(model: PreTrainedModel, runner: ContinuousRunner, plain_attentio
     own_attention = str(model.config._attn_implementation)
     model.set_attn_implementation(plain_attention)
     try:
-        errors = [relative_error(paged[row.key], _plain_logits(model, row)) for row in rows]
+        errors = [
+            relative_error(paged[row.key], logits_of(model, row.context[:-1], _TOKENS))
+            for row in rows
+        ]
     finally:
         model.set_attn_implementation(own_attention)
     check_errors(model, errors)
@@ -64,22 +68,19 @@ def _check_unwatched(model: PreTrainedModel, runner: ContinuousRunner, rows: lis
         raise Disagreement("its tokens differ when logits are not recorded")
 
 
+def probe_prompt(length: int, vocab_size: int) -> list[int]:
+    """Return the token ids of a test prompt, spread over the vocabulary."""
+    return [(7919 * (index + length)) % vocab_size for index in range(length)]
+
+
 def _probe_row(model: PreTrainedModel, length: int) -> Row:
     embedding: Any = model.get_input_embeddings()
-    size = embedding.weight.shape[0]
-    prompt = [(7919 * (index + length)) % size for index in range(length)]
+    prompt = probe_prompt(length, embedding.weight.shape[0])
     job = Job(-length, prompt, SamplingParams(max_tokens=_TOKENS))
     return Row(f"probe{length}", job, Sampling(temperature=0.0), frozenset(), _TOKENS)
 
 
-@torch.no_grad()
-def _plain_logits(model: PreTrainedModel, row: Row) -> Tensor:
-    """Return logits [tokens, vocabulary] after the prompt and after each token but the last."""
-    ids = torch.tensor([row.context[:-1]], device=model.device)
-    whole: Any = model
-    logits: Tensor = whole(input_ids=ids, use_cache=False).logits[0, -_TOKENS:]
-    return logits.float()
-
-
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm().clamp(min=1e-6))
+    """Return the relative error in float32; NaN if either tensor has one."""
+    found, expected = found.float(), expected.float()
+    return float((found - expected).norm() / expected.norm().clamp(min=1e-12))

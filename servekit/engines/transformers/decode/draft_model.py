@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from servekit.engines.api.job_state import find_common_length
 from servekit.engines.api.speculation import Proposer, Wanted
 from servekit.engines.transformers.batching.batch_processor import LazyZeros
 from servekit.engines.transformers.batching.kv_cache import Shape, context_of
@@ -117,14 +118,8 @@ class DraftProposer(Proposer[Row]):
     def close(self) -> None:
         self._readings.clear()
         self._filled.clear()
-        for name in (
-            "_of_model",
-            "_seated",
-            "_pages",
-            "_slots",
-            "_steps",
-        ):  # missing if it could not open
-            vars(self).pop(name, None)
+        for name in ("_of_model", "_seated", "_pages", "_slots", "_steps"):
+            vars(self).pop(name, None)  # missing if it could not open
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the tensors of its model on the device."""
@@ -163,18 +158,11 @@ class DraftProposer(Proposer[Row]):
             reading = self._readings[row.key] = _Reading(list(blocks))
             self._find_shared(reading, row)
         elif reading.drafted:
-            said = _tokens_of(row, reading.known, reading.known + len(reading.drafted))
-            pairs = zip(reading.drafted, said, strict=False)
-            reading.known += next(
-                (at for at, (one, other) in enumerate(pairs) if one != other), len(said)
-            )
+            said = row.tokens_between(reading.known, reading.known + len(reading.drafted))
+            reading.known += find_common_length(reading.drafted, said)
             reading.drafted = []
         if blocks[: len(reading.blocks)] != reading.blocks:  # exchanged for an equal one
-            same = next(
-                at
-                for at, (one, other) in enumerate(zip(blocks, reading.blocks, strict=False))
-                if one != other
-            )
+            same = find_common_length(blocks, reading.blocks)
             reading.known = min(reading.known, same * self._pages.size)
             reading.chained = reading.chain = 0
         reading.blocks = list(blocks)
@@ -188,7 +176,7 @@ class DraftProposer(Proposer[Row]):
         """Find the first blocks that the draft has read for another row."""
         size, chain = self._pages.size, 0
         for at, block in enumerate(reading.blocks):
-            chain = hash((chain, *_tokens_of(row, at * size, (at + 1) * size)))
+            chain = hash((chain, *row.tokens_between(at * size, (at + 1) * size)))
             if self._filled.get(block) != chain:
                 break
             reading.known = (at + 1) * size
@@ -197,7 +185,7 @@ class DraftProposer(Proposer[Row]):
         size = self._pages.size
         while (reading.chained + 1) * size <= reading.known:
             start = reading.chained * size
-            reading.chain = hash((reading.chain, *_tokens_of(row, start, start + size)))
+            reading.chain = hash((reading.chain, *row.tokens_between(start, start + size)))
             self._filled[reading.blocks[reading.chained]] = reading.chain
             reading.chained += 1
 
@@ -208,7 +196,7 @@ class DraftProposer(Proposer[Row]):
         reading = self._readings[row.key]
         places = torch.arange(until)
         index = torch.tensor(reading.blocks)[places // size] * size + places % size
-        tokens = [min(token, self._vocab_size - 1) for token in _tokens_of(row, known, until)]
+        tokens = [min(token, self._vocab_size - 1) for token in row.tokens_between(known, until)]
         self._model(
             input_ids=torch.tensor([tokens], device=device),
             position_ids=torch.arange(known, until, device=device).unsqueeze(0),
@@ -232,7 +220,7 @@ class DraftProposer(Proposer[Row]):
         for slot, _, known in ready:
             own, real = slot_values(slot.row, known, slot.kind, self._vocab_size)
             own[COUNT] -= slot.done - known
-            unread = _tokens_of(slot.row, known, slot.done + 1)
+            unread = slot.row.tokens_between(known, slot.done + 1)
             of_slot = follow_tokens(own, [min(token, self._vocab_size - 1) for token in unread])
             ints += of_slot
             spans.append(len(unread))
@@ -271,15 +259,6 @@ class DraftProposer(Proposer[Row]):
         room = len(reading.blocks) * self._pages.size
         reading.known = min(slot.done + 1, room)
         reading.drafted = read[: max(0, room - reading.known)]
-
-
-def _tokens_of(row: Row, start: int, stop: int) -> list[int]:
-    """Return the tokens of a row from one place to another."""
-    prompt = row.job.prompt_ids
-    before = len(prompt)
-    if start >= before:
-        return row.completion[start - before : stop - before]
-    return prompt[start:stop] + row.completion[: max(0, stop - before)]
 
 
 def _pad_rows(rows: Sequence[Sequence[int]], filler: int) -> Any:

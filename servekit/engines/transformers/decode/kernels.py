@@ -32,8 +32,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from servekit.engines.transformers.batching import kv_cache
 from servekit.errors import describe_error
+from servekit.protocol.messages import WorkerSpec
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
 
@@ -63,6 +66,16 @@ class Shape:
     page_size: int
     dtype: torch.dtype
     device: torch.device
+
+
+def choose_for_model(model: PreTrainedModel, spec: WorkerSpec, block_size: int) -> Kernel:
+    """Return the kernel for a model's steps, as the options or "auto" say. Raises LookupError."""
+    own = kv_cache.shape_of(model.config.get_text_config(), model.dtype.itemsize)
+    named = spec.options.get("decode_attention") or "auto"
+    if model.device.type != "cuda" and named == "auto":
+        named = "reference"
+    sizes = own.heads, own.kv_heads, own.head_dim, block_size
+    return choose_kernel(named, Shape(*sizes, model.dtype, model.device))
 
 
 def choose_kernel(kernel_name: str, shape: Shape) -> Kernel:

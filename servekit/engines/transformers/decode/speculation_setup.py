@@ -64,17 +64,10 @@ def make_speculator(
         return None
     proposer: Proposer[Any] = NgramProposer(speculation)
     if draft is not None:
-        model, shape = draft.model, draft.shape
-        asked = kernels.Shape(
-            *(shape.heads, shape.kv_heads, shape.head_dim, block_size, model.dtype, model.device)
-        )
-        named = spec.options.get("decode_attention") or "auto"
-        if model.device.type != "cuda" and named == "auto":
-            named = "reference"
-        kernel = kernels.choose_kernel(named, asked)
-        model.set_attn_implementation(paged_attention.NAME)
+        kernel = kernels.choose_for_model(draft.model, spec, block_size)
+        draft.model.set_attn_implementation(paged_attention.NAME)
         proposer = DraftProposer(
-            *(model, shape, draft.cost, kernel),
+            *(draft.model, draft.shape, draft.cost, kernel),
             graphs=graphs and kernel.captured,
             chunk=batch_tokens,
         )

@@ -250,7 +250,7 @@ class AdapterManager(AdapterTable[Adapter]):
         return max(errors)
 
     def _probe_row(self, adapter: Adapter | None, length: int) -> Row:
-        ids = verify.probe_prompt(length, self._vocab_size)
+        ids = self_check.probe_prompt(length, self._vocab_size)
         return self._row_of(adapter, Job(0, ids, SamplingParams(max_tokens=verify.TOKENS)))
 
     def _row_of(self, adapter: Adapter | None, job: Job) -> Row:

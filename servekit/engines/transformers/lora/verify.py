@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from servekit.engines.api.base import Job
+from servekit.engines.transformers.batching.self_check import probe_prompt, relative_error
 from servekit.engines.transformers.lora import batching_mode, boft
 from servekit.engines.transformers.lora.adapter_files import PARAM
 from servekit.engines.transformers.lora.module_clone import ModuleClones, logits_of
@@ -89,12 +90,6 @@ def tolerance_of(device: torch.device, dtype: torch.dtype) -> Tolerance:
     return _TABLE.get((device.type, dtype), _TABLE["cuda", torch.bfloat16])
 
 
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the relative error in float32; NaN if either tensor has one."""
-    found, expected = found.float(), expected.float()
-    return float((found - expected).norm() / expected.norm().clamp(min=1e-12))
-
-
 # ---------------------------------------------------------------- the whole model
 
 
@@ -123,11 +118,6 @@ class PromptOutput:
 
     completion: tuple[int, ...]
     logits: Tensor
-
-
-def probe_prompt(length: int, vocab_size: int) -> list[int]:
-    """Return the token ids of a test prompt, spread over the vocabulary."""
-    return [(7919 * (index + length)) % vocab_size for index in range(length)]
 
 
 def verify_alone(

@@ -135,15 +135,7 @@ class Ranks:
         If one fails, no cache is left. Raises the block's exception, and MemoryError if a rank has
         no room.
         """
-        make = messages.MakePages(
-            plan.blocks,
-            plan.block_size,
-            plan.batch_tokens,
-            plan.slots,
-            plan.token_bytes,
-            attention,
-        )
-        with self._order_all(make, undo=messages.DropPages()):
+        with self._order_all(messages.MakePages(plan, attention), undo=messages.DropPages()):
             yield
 
     def drop_pages(self) -> None:

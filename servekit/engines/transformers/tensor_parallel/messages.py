@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from servekit.engines.model_files.model_kind import ModelKind
+from servekit.engines.transformers.batching.kv_cache import CachePlan
 from servekit.protocol.base import Message, Value
 from servekit.protocol.messages import WorkerSpec
 
@@ -30,13 +31,9 @@ class Begin(Message, frozen=True):
 
 
 class MakePages(Message, frozen=True):
-    """Command to create a KV cache for `attention`; the numbers are those of a `CachePlan`."""
+    """Command to create a KV cache for `attention`."""
 
-    blocks: int
-    block_size: int
-    batch_tokens: int
-    slots: int
-    token_bytes: int
+    plan: CachePlan
     attention: str
 
 

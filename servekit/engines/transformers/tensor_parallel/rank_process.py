@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from servekit.engines.transformers import weights
-from servekit.engines.transformers.batching import batch_processor, kv_cache
+from servekit.engines.transformers.batching import batch_processor
 from servekit.engines.transformers.sleep import device_memory, weight_offload
 from servekit.engines.transformers.tensor_parallel import (
     messages,
@@ -104,11 +104,8 @@ class Follower:
 
     def _make_pages(self, order: messages.MakePages) -> None:
         self._drop_pages()
-        size = kv_cache.CachePlan(
-            order.blocks, order.block_size, order.batch_tokens, order.slots, order.token_bytes
-        )
         self._model.set_attn_implementation(self._attention)
-        manager = batch_processor.make_manager(self._model, size, ranks=self._size)
+        manager = batch_processor.make_manager(self._model, order.plan, ranks=self._size)
         self._model.set_attn_implementation(order.attention)
         self._processor = batch_processor.create_processor(manager)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
-import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +22,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import IO
+
+from servekit.system.procfs import name_signal
+from servekit.system.python.python_command import module_command
 
 EXIT_RANK_DIED = os.EX_SOFTWARE  # the value of `worker.EXIT_ENGINE_DIED`
 #: Maximum time from the end of a rank's lifeline to its exit code, and from the order to end to
@@ -133,8 +135,7 @@ class Children:
             try:
                 process = subprocess.Popen(
                     [
-                        *(sys.executable, *(["-P"] if sys.flags.safe_path else [])),
-                        *("-m", "servekit.engines.transformers.tensor_parallel.rank"),
+                        *module_command("servekit.engines.transformers.tensor_parallel.rank"),
                         *("--rank", str(rank), "--size", str(self._size)),
                         *("--channel-fd", str(theirs.fileno()), "--parent-pid", str(os.getpid())),
                     ],
@@ -195,9 +196,4 @@ class Children:
 def _in_words(code: int | None) -> str:
     if code is None:
         return "has closed its lifeline"
-    if code >= 0:
-        return f"exited with code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
+    return f"exited with code {code}" if code >= 0 else f"was killed by {name_signal(-code)}"

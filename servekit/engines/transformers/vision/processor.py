@@ -7,7 +7,6 @@ they are loaded without the part, as no video ever comes here.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from transformers.models.auto import image_processing_auto, modeling_auto, proce
 from transformers.utils.import_utils import is_torchvision_available
 
 from servekit.engines.media.media_warnings import warn_unavailable
+from servekit.engines.model_files.model_kind import read_json
 from servekit.engines.transformers import weights
 from servekit.errors import Unsupported, describe_error
 from servekit.protocol.messages import WorkerSpec
@@ -72,10 +72,7 @@ def _load(folder: Path, spec: WorkerSpec, kind: str) -> Any:
 def _read_class(folder: Path) -> str:
     """Return the name of the processor's class that the folder states; "" if it states none."""
     for file in ("processor_config.json", "preprocessor_config.json"):
-        try:
-            stated = json.loads((folder / file).read_text())
-        except (OSError, ValueError):
-            continue
+        stated = read_json(folder / file)
         if isinstance(stated, dict) and isinstance(stated.get("processor_class"), str):
             return str(stated["processor_class"])
     return ""

@@ -8,7 +8,7 @@ import pytest
 
 from servekit.engines.api.base import Job
 from servekit.engines.llamacpp.request_row import LlamaRow
-from servekit.engines.llamacpp.sequences import LEAST_SHARED, Sequences, find_common_length
+from servekit.engines.llamacpp.sequences import LEAST_SHARED, Sequences
 from servekit.engines.text.sampling_params import Sampling
 from servekit.protocol.messages import SamplingParams
 
@@ -158,24 +158,17 @@ def test_requests_are_served_in_the_order_of_their_coming() -> None:
     assert sequences.active == [early, late]
 
 
-def test_common_beginnings() -> None:
-    assert find_common_length([], [1]) == 0
-    assert find_common_length([1, 2], [1, 2, 3]) == 2
-    assert find_common_length([1, 2, 3], [1, 9, 3]) == 1
-    assert find_common_length([5], [6]) == 0
-
-
 # ---------------------------------------------------------------- their rows
 
 
 def test_a_rows_tokens_are_prompt_and_completion() -> None:
     given = row([1, 2, 3])
     given.completion = [4, 5, 6]
-    assert given.context(0, 6) == [1, 2, 3, 4, 5, 6]
-    assert given.context(1, 2) == [2]
-    assert given.context(2, 5) == [3, 4, 5]
-    assert given.context(3, 4) == [4]
-    assert given.context(4, 6) == [5, 6]
+    assert given.tokens_between(0, 6) == [1, 2, 3, 4, 5, 6]
+    assert given.tokens_between(1, 2) == [2]
+    assert given.tokens_between(2, 5) == [3, 4, 5]
+    assert given.tokens_between(3, 4) == [4]
+    assert given.tokens_between(4, 6) == [5, 6]
     assert given.marked() == [1, 2, 3, 4, 5, 6]
     assert given.text_end(1) == 6 and given.find_chunk(1) is None
 

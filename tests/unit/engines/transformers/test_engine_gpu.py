@@ -19,7 +19,6 @@ from tests.unit.engines.transformers.pooling_models.test_embedding import (
     bert,
     qwen3,
     submit,
-    vectors,
 )
 from tests.unit.engines.transformers.test_engine_load import (
     FAMILIES,
@@ -97,8 +96,8 @@ def test_embeddings_are_as_on_the_cpu(
 ) -> None:
     folder = make_model(tmp_path)
     on_gpu, on_cpu = harness(folder, device="cuda", dtype="float32"), harness(folder)
-    found = vectors(on_gpu, submit(on_gpu, TEXTS))
-    for vector, expected in zip(found, vectors(on_cpu, submit(on_cpu, TEXTS)), strict=True):
+    found = on_gpu.vectors(submit(on_gpu, TEXTS))
+    for vector, expected in zip(found, on_cpu.vectors(submit(on_cpu, TEXTS)), strict=True):
         assert vector == pytest.approx(expected, abs=1e-3)
     assert (on_gpu.info.device, on_gpu.info.embedding_size) == ("cuda:0", 32)
 
@@ -137,11 +136,11 @@ def test_asleep_only_the_context_is_left_and_awake_it_says_the_same(
 def test_embeddings_sleep(harness: Make, tmp_path: Path) -> None:
     empty = held()
     one = harness(bert(tmp_path), device="cuda", dtype="float32")
-    before = vectors(one, submit(one, TEXTS))
+    before = one.vectors(submit(one, TEXTS))
     one.engine.sleep()
     assert held() <= empty
     one.engine.wake()
-    assert vectors(one, submit(one, TEXTS)) == before
+    assert one.vectors(submit(one, TEXTS)) == before
 
 
 def test_without_room_it_sleeps_on_and_wakes_later(harness: Make) -> None:

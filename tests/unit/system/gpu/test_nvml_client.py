@@ -25,14 +25,15 @@ def nvmlDeviceGetCount(): return 2
 def nvmlDeviceGetHandleByIndex(index):
     if index == 1: raise NVMLError("GPU is lost")
     return index
-def nvmlDeviceGetMemoryInfo(handle): return Thing(total=100, free=60)
-def nvmlDeviceGetUUID(handle): return b"GPU-aa"
+nvmlMemory_v2 = 2
+def nvmlDeviceGetMemoryInfo(handle, version=None): return Thing(total=100, free=60, reserved=0)
+def nvmlDeviceGetUUID(handle): return "GPU-aa"
 def nvmlDeviceGetName(handle): return "H200"
 def nvmlDeviceGetComputeRunningProcesses(handle):
     return [Thing(pid=7, usedGpuMemory=30), Thing(pid=8, usedGpuMemory=None)]
 def nvmlDeviceGetGraphicsRunningProcesses(handle):
     return [Thing(pid=7, usedGpuMemory=10)]
-def nvmlSystemGetDriverVersion(): return b"580.95"
+def nvmlSystemGetDriverVersion(): return "580.95"
 def nvmlSystemGetCudaDriverVersion(): return 12080
 def nvmlDeviceGetComputeMode(handle): return 3
 def nvmlDeviceGetPersistenceMode(handle): return 0

@@ -50,7 +50,7 @@ def test_experts_of_the_first_layers_stay_in_the_hosts_memory(
         pooling=None,
         cpu_moe_layers=layers,
     )
-    usual: Any = library._log.callback
+    usual: Any = library.log.callback
     library.call("llama_log_set", hears := type(usual)(listen), None)
     try:
         model = binding.load_model(settings)

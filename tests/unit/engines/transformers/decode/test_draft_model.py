@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +32,10 @@ from tests.unit.engines.transformers.decode.crowds import (
     wish,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 Make = Callable[..., Harness]
 CHUNK = 32
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def drafted(

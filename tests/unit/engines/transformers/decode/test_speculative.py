@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from servekit.engines.api.speculation import (
     NgramProposer,
@@ -36,15 +34,9 @@ from tests.unit.engines.transformers.decode.crowds import (
     wish,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ALWAYS = 1e9  # verification costs nothing, so that all that is found is proposed
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Seer(Proposer[Row]):

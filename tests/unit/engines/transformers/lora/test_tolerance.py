@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from servekit.engines.transformers.batching.self_check import relative_error
 from servekit.engines.transformers.lora import verify
 
 
@@ -24,11 +25,11 @@ def test_rounding_to_a_type_is_within_its_own() -> None:
     torch.manual_seed(0)
     exact = torch.randn(1000)
     for dtype in (torch.bfloat16, torch.float16):
-        measured = verify.relative_error(exact.to(dtype), exact)
+        measured = relative_error(exact.to(dtype), exact)
         assert 0 < 4 * measured < verify.tolerance_of(torch.device("cpu"), dtype).layers
 
 
 def test_what_is_no_number_is_no_agreement() -> None:
     good, bad = torch.ones(3), torch.tensor([1.0, math.nan, 1.0])
-    assert math.isnan(verify.relative_error(bad, good))
-    assert verify.relative_error(good, good) == 0.0
+    assert math.isnan(relative_error(bad, good))
+    assert relative_error(good, good) == 0.0

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from servekit.engines.transformers.batching.self_check import probe_prompt
 from servekit.engines.transformers.lora import (
     batched_lora,
     boft,
@@ -184,7 +185,7 @@ def test_a_base_that_is_written_to_ends_the_engine(
 
 def test_the_probes_prompt_is_in_the_vocabulary() -> None:
     for size in (16, 400, 150_000):
-        ids = verify.probe_prompt(11, size)
+        ids = probe_prompt(11, size)
         assert len(ids) == 11 and all(0 <= token < size for token in ids)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -189,14 +188,6 @@ def submit(harness: Harness, *texts: Sequence[str], raw: bool = False) -> int:
     return harness._last
 
 
-def scores(harness: Harness, job_id: int) -> list[list[float]]:
-    harness.until(lambda: harness.ended(job_id), "the scores are there")
-    (output,) = harness.outputs[job_id]
-    assert (output.finish, output.error, output.token_ids) == ("stop", None, [])
-    size = len(harness.info.labels)
-    return [list(struct.unpack(f"<{size}f", one)) for one in output.vectors or ()]
-
-
 @pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / str(request.param)
@@ -223,14 +214,14 @@ def test_it_says_what_it_is(classifier: Harness, model: Path) -> None:
 
 def test_the_scores_of_pairs_are_those_of_the_plain_model(classifier: Harness, model: Path) -> None:
     pairs = [(QUERY, document) for document in DOCUMENTS]
-    found = scores(classifier, submit(classifier, *pairs, raw=True))
+    found = classifier.vectors(submit(classifier, *pairs, raw=True))
     for pair, logits in zip(pairs, found, strict=True):
         assert logits == pytest.approx(plain(model, *pair), abs=2e-5)
 
 
 def test_the_scores_of_texts_are_those_of_the_plain_model(classifier: Harness, model: Path) -> None:
     texts = [(text,) for text in DOCUMENTS if text]
-    for text, found in zip(texts, scores(classifier, submit(classifier, *texts)), strict=True):
+    for text, found in zip(texts, classifier.vectors(submit(classifier, *texts)), strict=True):
         logits = torch.tensor(plain(model, *text))
         expected = torch.softmax(logits, 0) if len(found) > 1 else torch.sigmoid(logits)
         assert found == pytest.approx(expected.tolist(), abs=2e-5)
@@ -238,14 +229,14 @@ def test_the_scores_of_texts_are_those_of_the_plain_model(classifier: Harness, m
 
 def test_a_pair_has_the_same_score_alone_and_in_any_company(classifier: Harness) -> None:
     pairs = [(QUERY, document) for document in DOCUMENTS]
-    alone = [scores(classifier, submit(classifier, pair))[0] for pair in pairs]
+    alone = [classifier.vectors(submit(classifier, pair))[0] for pair in pairs]
     jobs = [
         submit(classifier, *pairs[turn:], *pairs[:turn], raw=turn % 2 > 0)
         for turn in range(len(pairs))
     ]
     jobs.append(submit(classifier, (QUERY,), ("a",)))  # texts and pairs share a batch
     for turn, job in enumerate(jobs[:-1]):
-        found = scores(classifier, job)
+        found = classifier.vectors(job)
         if turn % 2 == 0:
             for expected, score in zip(alone[turn:] + alone[:turn], found, strict=True):
                 assert score == pytest.approx(expected, abs=2e-5)
@@ -256,7 +247,7 @@ def test_pairs_without_token_types_are_served(tmp_path: Path) -> None:
     running = Harness(make_spec(tmp_path))
     try:
         assert running.engine.codec.encode_parts(QUERY, "a").types == []
-        [logits] = scores(running, submit(running, (QUERY, "a"), raw=True))
+        [logits] = running.vectors(submit(running, (QUERY, "a"), raw=True))
         assert logits == pytest.approx(plain(tmp_path, QUERY, "a"), abs=2e-5)
     finally:
         running.close()
@@ -339,7 +330,7 @@ def test_a_model_that_reads_padding_runs_its_texts_alone(tmp_path: Path) -> None
     try:
         assert "one text at a time" in running.info.detail
         texts = [("a",), ("jumps over the lazy dog. " * 3,)]
-        found = scores(running, submit(running, *texts, raw=True))
+        found = running.vectors(submit(running, *texts, raw=True))
         for text, logits in zip(texts, found, strict=True):
             ids = running.engine.codec.encode(*text)
             model: Any = XLNetForSequenceClassification.from_pretrained(tmp_path)

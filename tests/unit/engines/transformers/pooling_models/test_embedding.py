@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -111,14 +110,6 @@ def submit(harness: Harness, texts: Sequence[str | list[int]]) -> int:
     return harness._last
 
 
-def vectors(harness: Harness, job_id: int) -> list[list[float]]:
-    harness.until(lambda: harness.ended(job_id), "the vectors are there")
-    (output,) = harness.outputs[job_id]
-    assert (output.finish, output.error, output.token_ids) == ("stop", None, [])
-    size = harness.info.embedding_size
-    return [list(struct.unpack(f"<{size}f", one)) for one in output.vectors or ()]
-
-
 @pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / str(request.param)
@@ -144,32 +135,32 @@ def test_it_says_what_it_is(embedder: Harness, model: Path) -> None:
 
 
 def test_the_vectors_are_those_of_the_plain_model(embedder: Harness, model: Path) -> None:
-    found = vectors(embedder, submit(embedder, TEXTS))
+    found = embedder.vectors(submit(embedder, TEXTS))
     for text, vector in zip(TEXTS, found, strict=True):
         expected = plain(model, embedder.engine.codec.encode(text))
         assert vector == pytest.approx(expected.tolist(), abs=2e-5)
 
 
 def test_a_text_has_the_same_vector_alone_and_in_any_company(embedder: Harness) -> None:
-    alone = [vectors(embedder, submit(embedder, [text]))[0] for text in TEXTS]
+    alone = [embedder.vectors(submit(embedder, [text]))[0] for text in TEXTS]
     jobs = [submit(embedder, TEXTS[turn:] + TEXTS[:turn]) for turn in range(len(TEXTS))]
     for turn, job in enumerate(jobs):
         for expected, vector in zip(
-            alone[turn:] + alone[:turn], vectors(embedder, job), strict=True
+            alone[turn:] + alone[:turn], embedder.vectors(job), strict=True
         ):
             assert vector == pytest.approx(expected, abs=1e-5)
 
 
 def test_the_longest_text_there_may_be(embedder: Harness) -> None:
     limit = embedder.info.max_context
-    assert len(vectors(embedder, submit(embedder, [[5] * limit]))) == 1
+    assert len(embedder.vectors(submit(embedder, [[5] * limit]))) == 1
     with pytest.raises(ContextLengthExceeded):
         submit(embedder, [[5], [5] * (limit + 1)])
     with pytest.raises(RequestError, match="-1"):
         submit(embedder, [[5, -1]])
     with pytest.raises(RequestError):
         submit(embedder, [[]])
-    assert len(vectors(embedder, submit(embedder, ["still there"]))) == 1
+    assert len(embedder.vectors(submit(embedder, ["still there"]))) == 1
 
 
 def test_it_generates_nothing(embedder: Harness) -> None:
@@ -188,10 +179,10 @@ def test_requests_take_turns(harness: Make, tmp_path: Path) -> None:
     one = harness(bert(tmp_path), options={"max_batch_tokens": 64})
     crowd = submit(one, ["jumps over the lazy dog. "] * 400)
     single = submit(one, ["a"])
-    vectors(one, single)
+    one.vectors(single)
     assert crowd not in one.outputs
     assert one.engine.load_now().running == 1
-    assert len(vectors(one, crowd)) == 400
+    assert len(one.vectors(crowd)) == 400
     one.until_true(lambda: one.engine.load_now().running == 0)
 
 
@@ -201,7 +192,7 @@ def test_a_cancelled_request_makes_room(harness: Make, tmp_path: Path) -> None:
     one.until_true(lambda: one.engine._runner.running)
     one.engine.cancel(crowd)
     steps = one.count_steps()
-    assert len(vectors(one, submit(one, ["a"]))) == 1
+    assert len(one.vectors(submit(one, ["a"]))) == 1
     assert crowd not in one.outputs
     one.until_idle()
     assert steps() < 20, "nothing of it was embedded, neither before nor after"
@@ -224,7 +215,7 @@ def test_progress_is_each_batch(
     first = one.engine.load_now().progress_age_s
     one.until_true(lambda: one.engine.load_now().progress_age_s > first + 0.05)
     go.set()
-    vectors(one, job)
+    one.vectors(job)
     one.until_true(lambda: one.engine.load_now().progress_age_s == 0)
 
 
@@ -269,7 +260,7 @@ def test_no_pooler_is_needed(harness: Make, tmp_path: Path) -> None:
     folder = bert(tmp_path)
     drop_weights(folder, "pooler")
     one = harness(folder)
-    (vector,) = vectors(one, submit(one, ["a"]))
+    (vector,) = one.vectors(submit(one, ["a"]))
     assert len(vector) == SMALL["hidden_size"]
 
 
@@ -281,7 +272,7 @@ def test_no_decoder_is_needed(harness: Make, tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(config | {"is_encoder_decoder": True}))
     one = harness(write(tmp_path, {"pooling_mode_mean_tokens": True}))
-    (vector,) = vectors(one, submit(one, ["a"]))
+    (vector,) = one.vectors(submit(one, ["a"]))
     assert len(vector) == 32
 
 

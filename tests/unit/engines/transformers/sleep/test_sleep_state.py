@@ -15,7 +15,6 @@ from tests.unit.engines.transformers.pooling_models.test_embedding import (
     TEXTS,
     bert,
     submit,
-    vectors,
 )
 
 Make = Callable[..., Harness]
@@ -54,10 +53,10 @@ def test_the_cache_is_given_back(harness: Make) -> None:
 
 def test_embeddings_are_the_same(harness: Make, tmp_path: Path) -> None:
     one = harness(bert(tmp_path))
-    before = vectors(one, submit(one, TEXTS))
+    before = one.vectors(submit(one, TEXTS))
     one.engine.sleep()
     one.engine.wake()
-    assert vectors(one, submit(one, TEXTS)) == before
+    assert one.vectors(submit(one, TEXTS)) == before
 
 
 @pytest.mark.lane("long")

@@ -13,27 +13,11 @@ import pytest
 
 from servekit.protocol.messages import WorkerSpec
 from tests.unit.engines.harness import Harness, make_spec, write_tiny_llama
-from tests.unit.engines.seeing_model import (
-    write_gemma3,
-    write_idefics3,
-    write_qwen2_5_omni,
-    write_qwen2_audio,
-    write_qwen2_vl,
-    write_qwen3_vl,
-    write_seeing_model,
-)
+from tests.unit.engines.seeing_model import SEEING, write_qwen2_5_omni, write_qwen2_audio
 from tests.unit.engines.transformers.vision.pictures import Reference
 
 ROOT = Path(__file__).parents[5]
-MEDIA_WRITERS = {
-    "llava": write_seeing_model,
-    "idefics3": write_idefics3,
-    "qwen2_vl": write_qwen2_vl,
-    "qwen3_vl": write_qwen3_vl,
-    "gemma3": write_gemma3,
-    "omni": write_qwen2_5_omni,
-    "qwen2_audio": write_qwen2_audio,
-}
+MEDIA_WRITERS = SEEING | {"omni": write_qwen2_5_omni, "qwen2_audio": write_qwen2_audio}
 
 
 @pytest.fixture(scope="session")

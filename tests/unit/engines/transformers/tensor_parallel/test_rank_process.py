@@ -14,7 +14,6 @@ from tests.unit.engines.transformers.pooling_models.test_embedding import (
     TEXTS,
     qwen3,
     submit,
-    vectors,
 )
 
 Opened = Callable[..., AbstractContextManager[Harness]]
@@ -42,9 +41,9 @@ def test_scores_are_those_of_the_card(tmp_path: Path, two_ranks: Opened) -> None
 def test_embeddings_are_as_on_one(tmp_path: Path, two_ranks: Opened) -> None:
     folder = qwen3(tmp_path)
     alone = Harness(make_spec(folder))
-    expected = vectors(alone, submit(alone, TEXTS))
+    expected = alone.vectors(submit(alone, TEXTS))
     alone.close()
     with two_ranks(folder) as engine:
-        found = vectors(engine, submit(engine, TEXTS))
+        found = engine.vectors(submit(engine, TEXTS))
         for vector, other in zip(found, expected, strict=True):
             assert vector == pytest.approx(other, abs=1e-4)

@@ -17,14 +17,7 @@ from servekit.engines.transformers.lora.batched_lora import BatchedLora
 from servekit.engines.transformers.vision.batched_images import BatchedImages
 from servekit.errors import RequestError, Unsupported
 from tests.unit.engines.harness import Seeing, assert_alive, make_spec
-from tests.unit.engines.seeing_model import (
-    write_gemma3,
-    write_idefics3,
-    write_qwen2_5_omni,
-    write_qwen2_vl,
-    write_qwen3_vl,
-    write_seeing_model,
-)
+from tests.unit.engines.seeing_model import SEEING, write_qwen2_5_omni
 from tests.unit.engines.transformers.lora import making
 from tests.unit.engines.transformers.vision.media_adapters import MODES, AdapterFolders
 from tests.unit.engines.transformers.vision.pictures import (
@@ -38,14 +31,7 @@ from tests.unit.engines.transformers.vision.pictures import (
 )
 from tests.unit.engines.transformers.vision.test_engine_recordings import HIGH, LOW
 
-WRITERS = {
-    "llava": write_seeing_model,
-    "idefics3": write_idefics3,
-    "qwen2_vl": write_qwen2_vl,
-    "qwen3_vl": write_qwen3_vl,
-    "gemma3": write_gemma3,
-    "qwen2_5_omni": write_qwen2_5_omni,
-}
+WRITERS = SEEING | {"qwen2_5_omni": write_qwen2_5_omni}
 BATCHED = {"batching": "continuous"}
 LANE = pytest.mark.lane("adapters")
 CASES = [

@@ -23,11 +23,7 @@ from servekit.protocol.messages import ChatMessage
 from tests.unit.engines.harness import Seeing, assert_alive, make_spec
 from tests.unit.engines.seeing_model import (
     LIBRARY,
-    write_gemma3,
-    write_idefics3,
-    write_qwen2_vl,
-    write_qwen3_vl,
-    write_seeing_model,
+    SEEING,
 )
 from tests.unit.engines.transformers.vision.pictures import (
     BLUE,
@@ -41,13 +37,6 @@ from tests.unit.engines.transformers.vision.pictures import (
     say,
 )
 
-WRITERS = {
-    "llava": write_seeing_model,
-    "idefics3": write_idefics3,
-    "qwen2_vl": write_qwen2_vl,
-    "qwen3_vl": write_qwen3_vl,
-    "gemma3": write_gemma3,
-}
 #: Those whose images are read outside the batch.
 ALONE = ("gemma3",)
 OPTIONS = {
@@ -70,7 +59,7 @@ COMMON = [
 LONG = pytest.mark.lane("long")
 CASES = [
     pytest.param(pair, marks=() if pair in COMMON else LONG, id="-".join(pair))
-    for pair in product(WRITERS, OPTIONS)
+    for pair in product(SEEING, OPTIONS)
     # not all of gemma3's layers attend to the whole context
     if pair[0] != "gemma3" or pair[1] in ("continuous", "static")
 ]
@@ -83,7 +72,7 @@ Folders = Callable[[str], Path]
 @pytest.fixture(scope="module")
 def write(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Folders:
     """A function that returns the folder of an architecture, and writes it once."""
-    return cache(lambda name: WRITERS[name](tmp_path_factory.mktemp(name), tiny_model))
+    return cache(lambda name: SEEING[name](tmp_path_factory.mktemp(name), tiny_model))
 
 
 @pytest.fixture(scope="module", params=["idefics3", "qwen2_vl"])
@@ -167,7 +156,7 @@ def test_a_crowd_of_pictures(seeing: Seeing, reference: Reference) -> None:
     assert seeing.tokens(other) == drawn
 
 
-@pytest.mark.parametrize("name", [name for name in WRITERS if name not in ALONE])
+@pytest.mark.parametrize("name", [name for name in SEEING if name not in ALONE])
 def test_a_picture_is_cached_by_its_content(write: Folders, name: str) -> None:
     engine = Seeing(make_spec(write(name), options={"batching": "continuous", "block_size": 16}))
     try:
