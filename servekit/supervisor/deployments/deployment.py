@@ -1,10 +1,10 @@
 """The deployment of one model: its replicas, and their rolling update to another version.
 
-If there is room (on the CPU, or on GPUs), a new replica is ready before an old one is drained,
-which then finishes all its requests, within their own deadlines. Otherwise an old replica makes
-room first, and its requests are cut off after `drain_timeout_s`; the admission gate checks that its
-memory is really free. If no replica of a new version comes up, the update is rolled back: the old
-version serves on, or is started again.
+If there is room (on GPUs, or on the CPU by `memory`), a new replica is ready before an old one is
+drained, which then finishes all its requests, within their own deadlines. Otherwise an old replica
+makes room first, and its requests are cut off after `drain_timeout_s`; the admission gate checks
+that its memory is really free. If no replica of a new version comes up, the update is rolled back:
+the old version serves on, or is started again.
 """
 
 from __future__ import annotations
@@ -337,7 +337,7 @@ class Deployment:
     async def _make_room(self, slot: Slot, old: list[WorkerProcess], *, proven: bool) -> bool:
         """Start a replica on GPUs that are still in use; return False if it was rolled back."""
         here = [one for one in old if not set(slot).isdisjoint(one.place.gpus)]
-        victims = here or old[:1]
+        victims = here or self._choose_victims(slot, old)
         for victim in victims:
             old.remove(victim)
             self._drain(victim)
@@ -367,6 +367,17 @@ class Deployment:
             await self._pool.wait_for_room(self.model, back)
             self._add(self.model, back)
         return False
+
+    def _choose_victims(self, slot: Slot, old: Sequence[WorkerProcess]) -> list[WorkerProcess]:
+        """Return as many of `old` as make room on these GPUs, or this machine's CPU; at least one.
+
+        None of them is on these GPUs.
+        """
+        most = len(old) if not slot else 1
+        counts = (
+            n for n in range(1, most) if self._pool.has_room(self.model, slot, without=old[:n])
+        )
+        return list(old[: next(counts, most)])
 
     def _take_back(
         self,
@@ -421,9 +432,12 @@ class Deployment:
         replica.end_child(Drain(), self._pool.drain_timeout_s)
 
     def _limit_drain(self, slot: Slot) -> None:
-        """Limit the time of replicas that already drain on these GPUs to `drain_timeout_s`."""
+        """Limit the time of replicas that already drain on these GPUs to `drain_timeout_s`.
+
+        Without GPUs, that of all.
+        """
         for replica in self.replicas:
-            if replica.ending and not set(slot).isdisjoint(replica.place.gpus):
+            if replica.ending and (not slot or not set(slot).isdisjoint(replica.place.gpus)):
                 self._drain(replica)
 
     async def _until(self, true: Callable[[], bool]) -> None:
