@@ -268,6 +268,13 @@ class Deployment:
         asleep = any(replica.state == "asleep" for replica in self._living())
         return self.model.load != "on_start" or not self.wanted or asleep
 
+    @property
+    def is_asleep_on_demand(self) -> bool:
+        """Return whether it is all asleep, and not loaded at the start: its memory is others'."""
+        living = self._living()
+        asleep = bool(living) and all(replica.state == "asleep" for replica in living)
+        return asleep and self.model.load != "on_start"
+
     def changed(self) -> None:
         for replica in self.replicas:
             replica.remember_adapters()

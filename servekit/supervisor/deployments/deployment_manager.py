@@ -25,6 +25,8 @@ from servekit.system.gpu.gpus import Gpu
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
+_LOADED_BY = {"on_demand": "the next request loads it", "manual": "`servekit load` loads it"}
+
 
 class DeploymentManager:
     """The deployments of an instance; empty until `apply_plan`. `run` runs a replica's task."""
@@ -121,6 +123,11 @@ class DeploymentManager:
                 f"{deployment.model.name} is changing already; try again when it is done"
             )
         journal.record_event("reload", f"restart of {name}", model=deployment.model.name)
+        if deployment.is_asleep_on_demand:
+            deployment.unload()
+            return Accepted(
+                f"{name} was asleep and is stopped; {_LOADED_BY[deployment.model.load]}"
+            )
         deployment.restart(replicas)
         if wait and (why := await deployment.until_settled()):
             return Refused(f"{name} could not be restarted: {why}")
