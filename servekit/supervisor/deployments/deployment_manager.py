@@ -144,8 +144,9 @@ class DeploymentManager:
 
     async def _reload(self, profile: str | None) -> str:
         self._refuse_at_the_end()
-        source = self.plan.source
-        plan = await self._read(source if profile is None else replace(source, profile=profile))
+        wanted = self.plan.source.profile if profile is None else profile
+        source = replace(self.plan.source, profile=wanted, reloads=profile is None)
+        plan = await self._read(source)
         self._refuse_at_the_end()
         changes = self.apply_plan(plan)
         if profile is None:
