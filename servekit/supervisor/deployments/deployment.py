@@ -48,6 +48,7 @@ class Deployment:
         self.model = model
         self.replicas: list[WorkerProcess] = []
         self.wanted = False  # whether it is to have replicas; else it is stopped
+        self.has_served = False  # in this version or an earlier one
         self._returns = False  # it is unloaded for another model, and will be wanted again
         self.occasion = StartReason.from_now(
             "operator"
@@ -216,6 +217,7 @@ class Deployment:
 
     def _on_event(self, event: ProcessEvent) -> None:
         """Handle an event of a replica: a change that waits looks at it again."""
+        self.has_served |= any(replica.state == "ready" for replica in self.replicas)
         self._heard.set()
         self.tend_fork_servers()
 

@@ -362,7 +362,7 @@ async def test_a_new_gateway_waits_for_a_model_that_has_served_before(service: S
     worker = await service.worker()
     service.tell(worker.status("loading"))
     status = service.router.routes["m"].status
-    service.router.apply_topology(Topology((replace(status, info=worker.runner.info),)))
+    service.router.apply_topology(Topology((replace(status, has_served=True),)))
     call = service.router.queue_call(ask())
     service.tell(worker.status())
     assert (await answer(call)).startswith("hello hello")
