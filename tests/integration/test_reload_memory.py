@@ -86,6 +86,23 @@ def test_on_the_cpu_a_version_waits_for_the_memory_of_the_one_before(tmp_path: P
         assert "rollout_cuts_requests" in instance.log
 
 
+def test_on_the_cpu_all_come_back_that_made_room_for_one_that_cannot_be_loaded(
+    tmp_path: Path,
+) -> None:
+    old = echo("m", replicas=2) | {"path": "old", "memory": "45%"}
+    new = echo("m", load_error="no such weights") | {"path": "new", "memory": "90%"}
+    with Instance.up(tmp_path, [old], server=SERVER) as instance:
+        before = {one.pid for one in instance.until_settled().models[0].replicas}
+        reload(instance, tmp_path, new)
+
+        def are_back() -> bool:
+            there = {one.pid for one in workers(instance, "ready")}
+            return len(there) == 2 and before.isdisjoint(there)
+
+        instance.until("both are back", are_back)
+        assert "no such weights" in cli(instance, "why", "m").stdout
+
+
 @pytest.mark.lane("long")
 def test_a_version_that_cannot_be_loaded_gives_its_place_back(
     tmp_path: Path, gpus: MadeUpGpus

@@ -368,7 +368,7 @@ class Deployment:
         await self._until(lambda: have_settled([replica]))
         if replica.state == "ready":
             return True
-        backs = [victim.place.gpus for victim in here] or [slot]
+        backs = [victim.place.gpus for victim in victims] if here or not slot else [slot]
         self._take_back([replica], old, backs)
         self.model, self.adapters = victims[0].model, victims[0].adapters
         self.circuit = make_circuit_breaker(self.model)
