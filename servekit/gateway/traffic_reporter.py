@@ -1,5 +1,7 @@
 """Reports to the supervisor what the gateway does, once a second while it does something.
 
+Other gateways are told sooner of the requests of a key with `max_concurrent`.
+
 At rest no timer runs: connections stir the reporter, and the supervisor's pings, which come anyway,
 bring what happened without a connection.
 """
@@ -8,13 +10,16 @@ from __future__ import annotations
 
 import asyncio
 
+from servekit.gateway.auth.api_key import ApiKey
 from servekit.gateway.routing.router import Router
 from servekit.gateway.supervisor_channel import Channel
 from servekit.gateway.telemetry.request_recorder import RECORDER
-from servekit.protocol.messages import Traffic
+from servekit.protocol.messages import KeyUsage, Traffic
 from servekit.system.timers import next_tick_s
 
 TRAFFIC_EVERY_S = 1.0
+#: Time after which the other gateways are told that requests of such a key have begun or ended.
+ACTIVE_EVERY_S = 0.01
 
 
 class TrafficReporter:
@@ -26,6 +31,20 @@ class TrafficReporter:
         self._last: Traffic | None = None
         self._stirred = asyncio.Event()
         self._rests = False
+        self._active: set[ApiKey] = set()  # changed since their last report
+        router.access.on_active = self._on_active
+
+    def _on_active(self, caller: ApiKey) -> None:
+        if self._router.sources.has_peers:
+            if not self._active:
+                self._loop.call_later(ACTIVE_EVERY_S, self._report_active)
+            self._active.add(caller)
+
+    def _report_active(self) -> None:
+        changed, self._active = self._active, set()
+        if self._channel.has_supervisor:
+            uses = tuple(use for caller in changed if (use := caller.use()))
+            self._channel.send(KeyUsage(self._router.name, uses))
 
     def stir(self) -> None:
         """Look for news within a second: something may have happened."""

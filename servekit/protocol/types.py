@@ -339,6 +339,7 @@ class ModelStatus(Value, frozen=True):
     endpoints: tuple[str, ...] = ()  # patterns of the endpoints that are forwarded to its server
     presets: tuple[Preset, ...] = ()
     left_out: str = ""  # the profile in force, if the model is not in it
+    has_served: bool = False  # this or an earlier version of it
 
     @property
     def names(self) -> tuple[str, ...]:

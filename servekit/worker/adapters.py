@@ -80,9 +80,13 @@ class Adapters:
         name, runner = order.name, self._runner
         if name not in runner.adapters:
             raise RequestError(f"the adapter {name!r} is not loaded")
+        runner.closing_adapter = name
+        try:
+            while runner.uses(name):  # noqa: ASYNC110 - jobs end in many ways
+                await asyncio.sleep(_LOOK_EVERY_S)
+        finally:
+            runner.closing_adapter = ""
         taken = runner.adapters.pop(name)
-        while runner.uses(name):  # noqa: ASYNC110 - jobs end in many ways
-            await asyncio.sleep(_LOOK_EVERY_S)
         await asyncio.sleep(STEP_S)  # a cancelled request may still be in the current step
         try:
             await asyncio.to_thread(runner.engine.unload_adapter, name)

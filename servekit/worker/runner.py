@@ -95,6 +95,7 @@ class Runner:
         self.engine_turn = asyncio.Lock()  # held while the engine is changed outside its jobs
         # Adapters that take requests, with the context tokens that their virtual tokens use.
         self.adapters = {adapter.name: adapter.virtual_tokens for adapter in info.adapters}
+        self.closing_adapter = ""  # takes no new requests, but goes on with those that began
         self.portable = False  # makes generations comparable across machines
         self._adapter_files: dict[str, str] = {}  # adapter name → identity of its files
         self._adapted: dict[int, str] = {}  # job id → adapter; ended jobs remain until pruned
@@ -207,7 +208,8 @@ class Runner:
         name = request.adapter
         if request.task in ("embed", "classify", "score", "transcribe"):
             return Unsupported(f"the adapter {name!r} only generates text", param="model")
-        if request.task == "generate" and name not in self.adapters:
+        closed = name == self.closing_adapter and request.continuation is None
+        if request.task == "generate" and (closed or name not in self.adapters):
             return ModelNotFound(f"the adapter {name!r} is not loaded any more", param="model")
         return None
 

@@ -4,18 +4,22 @@
 --runs 1        instances, one after another
 --steps 60      acts of the operator in each
 --clients 6     that stream completions, or have responses made in the background, all the while
+--gpus 0        made-up GPUs of 100 GiB; 0: all workers are on the CPU
 --keep          stay, and print the folder, when something was wrong
 
-The operator edits the file and reloads it, twice at once or in the middle of a change; loads,
-sleeps, wakes, restarts; workers are killed or stopped below their supervisor. A model that was in
-the file all the time that a request took must answer it, whole. At the end all that the file says
-must be so, and nothing is left behind.
+The operator edits the file and reloads it, twice at once or in the middle of a change; switches
+profiles; loads, sleeps, wakes, restarts; workers are killed or stopped below their supervisor. A
+model that was in the file, and in the profile in force, all the time that a request took must
+answer it, whole. What workers claim together never exceeds the memory. At the end all that the
+file says must be so, also after the supervisor is killed in the middle of a reload and started
+again, and nothing is left behind.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import json
 import os
 import random
@@ -32,13 +36,17 @@ from typing import Any
 
 import httpx
 
+from servekit.errors import ServekitError
 from tests.integration.instance import Instance, echo
+from tests.integration.made_up_gpus import MadeUpGpus, on_gpu
 from tests.polling import poll
 
 #: In the file from the beginning to the end.
 STABLE = ("a", "b")
 COMING = ("c", "d", "e")
 ADAPTERS = ("x", "y")
+#: What a worker of each claims: percent of the machine's memory, or GiB of a made-up GPU.
+CLAIMS = {"a": 8, "b": 12, "c": 25, "d": 45, "e": 30}
 #: The adapter that an operator loads while its model runs.
 ADDED = "z"
 #: Words of the log that a fault of servekit's leaves.
@@ -50,6 +58,13 @@ FAULTS = (
     "never retrieved",
 )
 SETTLED_WITHIN_S = 90.0
+EVERY = (
+    *STABLE,
+    *COMING,
+    *(f"{one}-{adapter}" for one in (*STABLE, *COMING) for adapter in (*ADAPTERS, ADDED)),
+)
+#: What is said of a file whose models do not fit together.
+TOO_LARGE = ("too much", "do not fit", "does not fit", "no room", "have room", "has room")
 
 
 @dataclass
@@ -72,6 +87,9 @@ class World:
     folder: Path
     file: dict[str, Any]
     models: dict[str, dict[str, Any]]
+    gpus: MadeUpGpus | None = None
+    is_slim: bool = False  # the profile of the stable models and one more is in force
+    crowded: list[str] = field(default_factory=list)  # moments with too large claims
     lacked: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     absent_since: dict[str, float] = field(default_factory=dict)
     added: set[str] = field(default_factory=set)  # adapters that an operator has loaded
@@ -81,11 +99,36 @@ class World:
     asked: list[Asked] = field(default_factory=list)
 
     def names(self) -> list[str]:
-        adapters = [one["name"] for model in self.models.values() for one in model["adapters"]]
-        return [*self.models, *adapters, *self.added]
+        served = self.served
+        adapters = [one["name"] for name in served for one in self.models[name]["adapters"]]
+        return [*served, *adapters, *self.added]
+
+    @property
+    def slim(self) -> list[str]:
+        return [*STABLE, *[name for name in COMING if name in self.models][:1]]
+
+    @property
+    def served(self) -> list[str]:
+        """The models of the profile in force."""
+        return [name for name in self.models if not self.is_slim or name in self.slim]
+
+    def leave(self) -> None:
+        """Note what may be gone from now on."""
+        there = self.names()
+        for name in EVERY:
+            if name not in there:
+                self.remove(name)
+
+    def come_back(self) -> None:
+        """Note that what the file has is there, once a reload or a switch has taken it."""
+        for name in self.names():
+            if name in self.absent_since:
+                self.add(name, time.monotonic() + 30)  # it loads
 
     def write(self) -> None:
+        self.leave()
         self.file["models"] = list(self.models.values())
+        self.file["profiles"] = {"slim": self.slim}
         path = self.folder / "servekit.yaml"
         path.with_suffix(".new").write_text(json.dumps(self.file, indent=1))
         path.with_suffix(".new").replace(path)
@@ -189,12 +232,22 @@ def run_client(world: World, url: str, seed: int) -> None:
 # ---------------------------------------------------------------- the operator
 
 
+def make_echo(world: World, name: str, **options: Any) -> dict[str, Any]:
+    if world.gpus is None:
+        return {**echo(name, **options), "memory": f"{CLAIMS[name]}%"}
+    return on_gpu(name, f"{CLAIMS[name]}GiB", CLAIMS[name] - 1, **options)
+
+
 def make_model(world: World, name: str) -> dict[str, Any]:
     rng = world.rng
-    model = echo(name, step_s=rng.choice([0, 0.01]), load_s=rng.choice([0, 0.3, 1.0]))
+    model = make_echo(world, name, step_s=rng.choice([0, 0.01]), load_s=rng.choice([0, 0.3, 1.0]))
+    if world.gpus is not None and rng.random() < 0.3:
+        model["gpus"] = [rng.choice([0, 1])]
+    if rng.random() < 0.2:
+        model["standby"] = True
     model |= {"replicas": rng.choice([1, 2]), "stall_timeout_s": 2, "adapters": []}
     if rng.random() < 0.5:
-        model |= {"load": "on_demand", "memory": rng.choice(["15%", "30%", "45%"]), "replicas": 1}
+        model |= {"load": "on_demand", "replicas": 1}
         if rng.random() < 0.5:
             model["idle_unload_s"] = 1.0
         if rng.random() < 0.3:
@@ -256,30 +309,58 @@ def flip_adapter(world: World, name: str) -> None:
 
 
 def reload(world: World) -> str:
-    told = edit_file(world)
+    before, told = copy.deepcopy(world.models), edit_file(world)
+    return f"reload {told}{apply_file(world, before)}"
+
+
+def apply_file(world: World, before: dict[str, dict[str, Any]]) -> str:
+    """Reload; if the models are too large, go back to those before, and say so."""
     world.write()
     done = world.instance.run("reload")
-    if done.returncode:
-        raise AssertionError(f"reload refused: {done.stderr}")
-    come_back(world)
-    return f"reload {told}"
-
-
-def come_back(world: World) -> None:
-    """Note that what the file has is there, once a reload has taken it."""
-    for name in world.names():
-        if name in world.absent_since:
-            world.add(name, time.monotonic() + 30)  # it loads
+    fits = done.returncode == 0
+    if not fits:
+        if not any(words in done.stderr for words in TOO_LARGE):
+            raise AssertionError(f"reload refused: {done.stderr}")
+        world.models = before
+        world.write()
+        done = world.instance.run("reload")
+        if done.returncode:
+            raise AssertionError(f"reload of what fitted refused: {done.stderr}")
+    world.come_back()
+    return "" if fits else ": too large"
 
 
 def reload_twice(world: World) -> str:
-    told = edit_file(world)
+    before, told = copy.deepcopy(world.models), edit_file(world)
     world.write()
     first = threading.Thread(target=world.instance.run, args=("reload",))
     first.start()
-    told += " then " + reload(world)
+    told += " then " + edit_file(world)
+    told += apply_file(world, before)
     first.join()
-    return told
+    return f"reload {told}"
+
+
+def switch(world: World) -> str:
+    """Switch to the other profile, at times in the middle of a reload."""
+    told = ""
+    reloading = threading.Thread(target=world.instance.run, args=("reload",))
+    if world.rng.random() < 0.3:
+        reloading.start()
+        told = " in a reload"
+    world.is_slim = not world.is_slim
+    world.leave()
+    done = world.instance.run("profile", "slim" if world.is_slim else "all")
+    if done.returncode:
+        # only what the profile serves had to fit
+        if world.is_slim or not any(words in done.stderr for words in TOO_LARGE):
+            raise AssertionError(f"profile refused: {done.stderr}")
+        world.is_slim = True
+        world.leave()
+    world.come_back()
+    if told:
+        reloading.join()
+    return f"{(done.stdout + done.stderr).strip()[:90]}{told}"
 
 
 def reload_nonsense(world: World) -> str:
@@ -296,15 +377,14 @@ def reload_nonsense(world: World) -> str:
 
 
 def hang_up(world: World) -> str:
-    told = edit_file(world)
+    before, told = copy.deepcopy(world.models), edit_file(world)
     world.write()
     world.instance.signal(signal.SIGHUP)
-    come_back(world)
-    return f"SIGHUP {told}"
+    return f"SIGHUP {told}{apply_file(world, before)}"
 
 
 def command(world: World) -> str:
-    name = world.rng.choice(list(world.models))
+    name = world.rng.choice(world.served)
     words = ["load", "sleep", "wake", "restart", "restart"]
     if world.models[name].get("load") == "on_demand":
         words += ["unload", "unload"]  # the next request loads it
@@ -322,10 +402,12 @@ def change_adapter(world: World) -> str:
         world.remove(adapter)
         world.added.discard(adapter)
         return f"unload {adapter}: {post(world, 'unload_lora_adapter', lora_name=adapter)}"
+    world.remove(adapter)  # while it is loaded in place of itself, too
     body = {"lora_path": str(world.folder / "adapter"), "load_inplace": True}
     said = post(world, "load_lora_adapter", lora_name=adapter, base_model_name=name, **body)
-    if said.startswith("200") and adapter not in world.added:
+    if said.startswith("200"):
         world.added.add(adapter)
+    if adapter in world.added:
         world.add(adapter, time.monotonic() + 30)  # a model that sleeps loads it later
     return f"load {adapter}: {said}"
 
@@ -351,7 +433,14 @@ def hurt(world: World) -> str:
     return f"{number.name} {name}"
 
 
+def change_server(world: World) -> str:
+    world.file["server"]["drain_timeout_s"] = world.rng.choice([10, 20, 30])
+    return f"server{apply_file(world, world.models)}"
+
+
 ACTS = (
+    switch,
+    change_server,
     reload,
     reload,
     reload,
@@ -377,12 +466,30 @@ def find_wrong(world: World) -> Iterator[str]:
             if len(deaths) >= 2 and "quarantine" in asked.problem:
                 continue
             of_gateway = any(name.startswith("gateway") for name in deaths)
-            # the next one does not know that a version which loads follows another that served
-            if of_gateway and (asked.is_cut or "is not ready yet" in asked.problem):
+            if of_gateway and asked.is_cut:
                 continue
             when = f"{asked.began:.2f} to {asked.ended:.2f}"
             yield f"{asked.model} at {when}, deaths of {deaths}: {asked.problem}"
+    yield from world.crowded[:3]
     yield from (f"the log has {word}" for word in FAULTS if word in world.instance.log)
+
+
+def watch_memory(world: World) -> None:
+    """Note when workers claim more than there is, until it is over."""
+    asleep: set[int] = set()  # these are told to end as they are
+    while not world.over.wait(0.1):
+        with contextlib.suppress(ServekitError, OSError):
+            claimed: dict[str, list[str]] = {}
+            for model in world.instance.status().models:
+                for one in model.replicas:
+                    if one.state != "draining":
+                        (asleep.add if one.state == "asleep" else asleep.discard)(one.pid)
+                    if one.pid and one.pid not in asleep:
+                        for place in one.gpus or ("cpu",):
+                            claimed.setdefault(place, []).append(f"{one.name} {one.state}")
+            for place, workers in claimed.items():
+                if sum(CLAIMS[worker[0]] for worker in workers) > 100:
+                    world.crowded.append(f"{time.monotonic():.2f} claimed of {place}: {workers}")
 
 
 def find_unsettled(world: World) -> str:
@@ -391,6 +498,8 @@ def find_unsettled(world: World) -> str:
     if sorted(model.name for model in status.models) != sorted(world.models):
         return f"models {[model.name for model in status.models]}, not {list(world.models)}"
     for model in status.models:
+        if model.left_out:
+            continue
         given = world.models[model.name]
         states = [one.state for one in model.replicas]
         least = given["replicas"] if isinstance(given["replicas"], int) else 1
@@ -407,29 +516,31 @@ def find_unsettled(world: World) -> str:
     return ""
 
 
-def run(seed: int, steps: int, clients: int, folder: Path) -> list[str]:
+def run(seed: int, steps: int, clients: int, folder: Path, gpus: int = 0) -> list[str]:
     rng = random.Random(seed)
     (folder / "adapter").mkdir()
     (folder / "adapter" / "adapter_config.json").write_text("{}")
-    start = [
-        {**echo(name, step_s=0.01), "replicas": 2, "adapters": [], "stall_timeout_s": 2}
-        for name in STABLE
-    ]
+    made_up = MadeUpGpus(folder, gpus) if gpus else None
+    world = World(rng, None, folder, {}, {}, made_up)  # type: ignore[arg-type]
+    for name in STABLE:
+        world.models[name] = make_echo(world, name, step_s=0.01) | {
+            "replicas": 2, "adapters": [], "stall_timeout_s": 2,
+        }  # fmt: skip
     server = {"gateways": 2, "store_responses": {}, "runtime_adapters": True}
-    with Instance.up(folder, start, server=server) as instance:
+    env = {} if made_up is None else made_up.env
+    with Instance.up(folder, list(world.models.values()), server=server, env=env) as instance:
         instance.until_settled()
-        file = json.loads((folder / "servekit.yaml").read_text())
-        world = World(rng, instance, folder, file, {one["name"]: one for one in start})
-        for name in (
-            *COMING,
-            *(f"{one}-{a}" for one in (*STABLE, *COMING) for a in (*ADAPTERS, ADDED)),
-        ):
-            world.absent_since[name] = 0.0
+        world.instance = instance
+        world.file = json.loads((folder / "servekit.yaml").read_text())
+        for name in EVERY:
+            if name not in STABLE:
+                world.absent_since[name] = 0.0
         url = instance.url
         threads = [
             threading.Thread(target=run_client, args=(world, url, seed * 1000 + at), daemon=True)
             for at in range(clients)
         ]
+        threads.append(threading.Thread(target=watch_memory, args=(world,), daemon=True))
         for thread in threads:
             thread.start()
         wrong = []
@@ -460,14 +571,44 @@ def run(seed: int, steps: int, clients: int, folder: Path) -> list[str]:
         wrong += find_wrong(world)
         done = len([one for one in world.asked if not one.problem])
         print(f"seed {seed}: {steps} acts, {done} of {len(world.asked)} requests answered")
-        instance.signal(signal.SIGTERM)
-        if (code := instance.wait(60)) != 0:
-            wrong.append(f"exit code {code}")
-        if left := instance.survivors():
-            wrong.append(f"left behind: {left}")
+        wrong += find_wrong_after_a_kill(world, env)
         if wrong:
             (folder / "acts").write_text("\n".join(world.acts))
         return wrong
+
+
+def find_wrong_after_a_kill(world: World, env: dict[str, str]) -> Iterator[str]:
+    """Kill the supervisor in the middle of a reload, and start another with the same file."""
+    first = world.instance
+    for model in world.models.values():
+        model["options"] = {**model["options"], "step_s": 0.003}
+    world.write()
+    reloading = threading.Thread(target=first.run, args=("reload",))
+    reloading.start()
+    time.sleep(world.rng.choice([0, 0.5, 0.8, 1.2]))  # any moment of the reload
+    first.signal(signal.SIGKILL)
+    first.wait()
+    reloading.join()
+    try:
+        poll("nothing is left", lambda: not first.survivors(), 4.0)
+    except AssertionError:
+        yield f"left behind by SIGKILL: {first.survivors()}"
+    (world.folder / "up.log").rename(world.folder / "killed.log")
+    again = world.instance = Instance(world.folder, world.folder / "servekit.yaml", env=env)
+    world.added.clear()  # the workers that knew them are gone
+    try:
+        again.until("it is up again", again.running)
+        again.until("all is as the file says", lambda: not find_unsettled(world), SETTLED_WITHIN_S)
+        again.signal(signal.SIGTERM)
+        if (code := again.wait(60)) != 0:
+            yield f"exit code {code}"
+        if left := again.survivors():
+            yield f"left behind: {left}"
+        yield from (f"the log has {word}" for word in FAULTS if word in again.log)
+    except AssertionError as error:
+        yield f"after SIGKILL: {str(error)[:300]} {find_unsettled(world)}"
+    finally:
+        again.end()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -478,12 +619,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--clients", type=int, default=6)
+    parser.add_argument("--gpus", type=int, default=0)
     parser.add_argument("--keep", action="store_true")
     args = parser.parse_args(argv)
     failed = 0
     for seed in range(args.seed, args.seed + args.runs):
         folder = Path(tempfile.mkdtemp(prefix="operations-"))
-        wrong = run(seed, args.steps, args.clients, folder)
+        wrong = run(seed, args.steps, args.clients, folder, args.gpus)
         for line in wrong[:20]:
             print(f"  {line}")
         failed += bool(wrong)

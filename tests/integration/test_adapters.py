@@ -503,6 +503,31 @@ def test_a_worker_that_starts_again_meanwhile_loads_it_once_it_is_up(tmp_path: P
         assert sum(one.restarts for one in instance.model("m").replicas) == 1
 
 
+def test_the_only_worker_that_dies_in_an_exchange_comes_back_with_the_old_one(
+    tmp_path: Path,
+) -> None:
+    """It was waited for the stream, which waited for the worker, until `drain_timeout_s`."""
+    server = OPEN | {"drain_timeout_s": 120.0}
+    with Instance.up(tmp_path, [echo("m", step_s=0.02)], server=server) as instance:
+        url = instance.until_settled().url
+        path = folder(tmp_path, "loud")
+        assert load(url, "loud", path).status_code == 200
+        taken = stream_completion(url, model="loud", prompt="abcd", max_tokens=200)
+        next(taken)
+        answers: list[httpx.Response] = []
+        again = threading.Thread(
+            target=lambda: answers.append(load(url, "loud", path, load_inplace=True))
+        )
+        again.start()
+        instance.until("it waits for the stream", lambda: not serves(instance, "loud"))
+        os.kill(instance.model("m").replicas[0].pid, signal.SIGKILL)
+        assert len("".join(taken)) == 199
+        again.join()
+        assert answers[0].status_code == 503
+        assert "no worker of 'm' is ready" in said(answers[0])
+        instance.until("it serves", lambda: serves(instance, "loud"))
+
+
 def test_nobody_is_ready(tmp_path: Path) -> None:
     with Instance.up(tmp_path, [echo("m", load_s=60)], server=OPEN) as instance:
         instance.until("it answers", lambda: httpx.get(f"{instance.url}/livez").status_code == 200)

@@ -222,3 +222,29 @@ def test_an_adapter_of_the_same_name_and_other_weights_goes_on_with_nothing(
         assert streamed.over.result(30).error["code"] == "model_changed"
         assert lap(5 * LENGTH).upper().startswith(streamed.text)
         assert (plain.over.result(60).text, plain.error) == (lap(LENGTH), {})
+
+
+def test_a_gateway_that_starts_meanwhile_has_requests_wait_for_the_new_version(
+    tmp_path: Path,
+) -> None:
+    """Nobody who is left has seen the old version serve."""
+    with (
+        ThreadPoolExecutor(1) as pool,
+        Instance.up(tmp_path, [model("old", load_s=3.0)]) as instance,
+    ):
+        url = instance.until_settled().url
+        [old] = workers(instance, "ready")
+        os.kill(old.pid, signal.SIGKILL)
+        instance.until("the old one loads again", lambda: workers(instance, "loading"))
+        for path in ("new", "newer"):
+            reload(instance, tmp_path, model(path, load_s=8.0))
+            instance.until("one is left", lambda: len(instance.model("m").replicas) == 1)
+        os.kill(pid := instance.gateway().pid, signal.SIGKILL)
+
+        def serves_again() -> bool:
+            return instance.gateway().pid != pid and instance.gateway().state == "ready"
+
+        instance.until("the next gateway serves", serves_again)
+        assert not workers(instance, "ready")
+        late = completion(pool, url, 20, stream=True).over.result(30)
+        assert (late.text, late.error) == (lap(20), {})

@@ -106,7 +106,10 @@ def test_a_profile_stays_over_reloads_and_a_crash(tmp_path: Path, instance: Inst
     write_config(tmp_path, MODELS, sections={"profiles": {"writing": ["prose"]}})
     refused = instance.run("reload")
     assert refused.returncode == 2
-    assert "no profile is called 'coding'; there are: writing" in refused.stderr
+    assert "the profile 'coding', which is in force, is not in the file" in refused.stderr
+    assert "(there are: writing)" in refused.stderr
+    unknown = instance.run("profile", "coding")
+    assert "no profile is called 'coding'; there are: writing" in unknown.stderr
     write_config(tmp_path, MODELS, sections=sections)
     instance.signal(signal.SIGKILL)
     instance.wait()

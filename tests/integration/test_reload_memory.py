@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.instance import Instance
+from tests.integration.instance import Instance, echo
 from tests.integration.made_up_gpus import MadeUpGpus, on_gpu
 from tests.integration.test_faults_supervisor import cli
 from tests.integration.test_generations import DRAIN_S, completion, lap, reload, workers
@@ -56,6 +56,51 @@ def test_the_old_version_has_the_drain_timeout_and_no_longer(
         assert completion(pool, url, SHORT, stream=True).over.result(20).text == lap(SHORT)
         assert (whole.over.result(60).text, whole.error) == (lap(MIDDLE), {}), "it begins anew"
         assert "rollout_cuts_requests" in instance.log
+
+
+def test_on_the_cpu_a_version_waits_for_the_memory_of_the_one_before(tmp_path: Path) -> None:
+    """Two replicas become one that claims as much: both make room first."""
+    old = echo("m", replicas=2, step_s=STEP_S) | {"path": "old", "memory": "45%"}
+    new = echo("m", step_s=STEP_S) | {"path": "new", "memory": "90%"}
+    with (
+        ThreadPoolExecutor(2) as pool,
+        Instance.up(tmp_path, [old], server=SERVER) as instance,
+    ):
+        url = instance.until_settled().url
+        before = {one.pid for one in workers(instance, "ready")}
+        claimed: list[int] = []
+
+        def new_serves() -> bool:
+            there = [one for one in instance.model("m").replicas if one.pid]
+            claimed.append(sum(45 if one.pid in before else 90 for one in there))
+            return any(one.state == "ready" and one.pid not in before for one in there)
+
+        long = completion(pool, url, LONG, stream=True)
+        assert long.begun.wait(20)
+        whole = completion(pool, url, SHORT, stream=False)
+        reload(instance, tmp_path, new)
+        instance.until("the new one serves", new_serves)
+        assert max(claimed) == 90, "never both"
+        assert long.over.result(30).error["code"] == "model_changed", long.lines[-3:]
+        assert (whole.over.result(60).text, whole.error) == (lap(SHORT), {})
+        assert "rollout_cuts_requests" in instance.log
+
+
+def test_on_the_cpu_all_come_back_that_made_room_for_one_that_cannot_be_loaded(
+    tmp_path: Path,
+) -> None:
+    old = echo("m", replicas=2) | {"path": "old", "memory": "45%"}
+    new = echo("m", load_error="no such weights") | {"path": "new", "memory": "90%"}
+    with Instance.up(tmp_path, [old], server=SERVER) as instance:
+        before = {one.pid for one in instance.until_settled().models[0].replicas}
+        reload(instance, tmp_path, new)
+
+        def are_back() -> bool:
+            there = {one.pid for one in workers(instance, "ready")}
+            return len(there) == 2 and before.isdisjoint(there)
+
+        instance.until("both are back", are_back)
+        assert "no such weights" in cli(instance, "why", "m").stdout
 
 
 @pytest.mark.lane("long")

@@ -120,8 +120,11 @@ def test_models_that_can_sleep_are_woken_rather_than_loaded(tmp_path: Path) -> N
         assert instance.replica("a/0").state == "asleep"
         assert health(instance.url)[0] == 200
         pid = instance.replica("a/0").pid
-        assert "a is restarted" in run(instance, "restart", "a").stdout
-        assert until_tier(instance, "a", "resident").reason == ""
+        said = "a was asleep and is stopped; the next request loads it"
+        assert said in run(instance, "restart", "a").stdout  # b has the memory
+        until_tier(instance, "a", "stopped")
+        assert residence(instance, "b").tier == "resident"
+        assert text(complete(instance.url, "a")) == "hello"
         assert [one.pid for one in instance.model("a").replicas] != [pid]
 
 

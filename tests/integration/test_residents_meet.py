@@ -363,7 +363,7 @@ def test_a_version_that_is_taken_back_is_counted_where_the_old_one_is(tmp_path: 
     ("load", "why"),
     [
         ("on_start", "a worker has come up beside those that sleep"),
-        ("on_demand", "a reload has changed it while it was asleep"),
+        ("on_demand", "a reload or a restart came while it was asleep"),
     ],
 )
 def test_a_sleeper_that_is_joined_by_another_worker_is_stopped_and_says_so(

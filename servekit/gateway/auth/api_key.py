@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from servekit.errors import Forbidden, RateLimited, RequestError
@@ -68,6 +69,7 @@ class ApiKey(EndObserver):
         "_untold",
         "active",
         "limited",
+        "on_active",
         "requests",
         "rule",
         "spent",
@@ -82,6 +84,8 @@ class ApiKey(EndObserver):
         self._elsewhere: dict[str, tuple[int, float]] = {}  # by gateway: active calls, time heard
         self._untold = [0, 0]  # requests and tokens not yet reported to the other gateways
         self._told_active = 0
+        #: Called after each change of `active` that other gateways need to know soon.
+        self.on_active: Callable[[ApiKey], None] = lambda _: None
         self.set_rule(rule, now_s)
 
     def set_rule(self, rule: KeyRule, now_s: float) -> None:
@@ -166,10 +170,14 @@ class ApiKey(EndObserver):
     def on_started(self, call: InflightRequest) -> None:
         """Count an admitted call as active, until `on_ended`."""
         self.active += 1
+        if self.rule.max_concurrent is not None:
+            self.on_active(self)
 
     def on_ended(self, call: InflightRequest, outcome: str, last: Delta | None) -> None:
         """Charge the tokens of a call that has ended."""
         self.active -= 1
+        if self.rule.max_concurrent is not None:
+            self.on_active(self)
         if self.tokens is not None:
             used = _tokens(call, last)
             self.tokens.withdraw(used, time.monotonic())

@@ -44,6 +44,8 @@ class Access:
         #: Whether `admit_call` has anything to check; usually it has not.
         self.watchful = False
         self.callers: dict[str, ApiKey] = {}  # by the names of their keys
+        #: Called after each change of a limited number of requests under way.
+        self.on_active: Callable[[ApiKey], None] = lambda _: None
         self._budgets = KeyBudgets()
         self._verifier = Verifier()
         self._listeners: list[Callable[[], None]] = []
@@ -58,6 +60,7 @@ class Access:
             caller = callers.get(rule.name)
             if caller is None:
                 caller = ApiKey(rule, now_s)
+                caller.on_active = self.on_active
             else:
                 caller.set_rule(rule, now_s)
             self.callers[rule.name] = caller

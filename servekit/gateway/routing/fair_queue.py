@@ -6,7 +6,7 @@ A pure data structure: callers pass the time, and there is no I/O.
 from __future__ import annotations
 
 import heapq
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from itertools import islice
 from typing import Generic, TypeVar
@@ -29,7 +29,7 @@ class FairQueue(Generic[Item]):
 
     Each priority is a lane in which keys take turns; of the next items of all lanes, the one of the
     lowest rank leaves. An item that is given back after its worker died goes to the front, because
-    it has waited already. Every operation except `position`, `order`, `remove` and `bytes_by_key`
+    it has waited already. Every operation except `position`, `order`, `remove` and `by_key`
     is O(1) in the number of items; there are as many lanes as priorities in use.
     """
 
@@ -125,12 +125,15 @@ class FairQueue(Generic[Item]):
         self.size_bytes -= size_bytes
         return item
 
-    def bytes_by_key(self) -> Counter[str]:
-        """Return the size of all items by key, except returned ones. O(n)."""
-        held: Counter[str] = Counter()
-        for lane in self._lanes.values():
+    def by_key(self) -> dict[str, list[tuple[Item, int]]]:
+        """Return all items with their sizes in bytes by key, except returned ones. O(n).
+
+        The last of a key is its newest in its lane of the lowest priority.
+        """
+        held: dict[str, list[tuple[Item, int]]] = {}
+        for _, lane in sorted(self._lanes.items()):
             for key, items in lane.items():
-                held[key] += sum(size_bytes for _, _, size_bytes in items)
+                held.setdefault(key, []).extend((item, size) for _, item, size in items)
         return held
 
     def remove(self, item: Item, *, turn: bool = False) -> bool:

@@ -165,7 +165,7 @@ class ModelQueue:
         residence = self.status.residence
         if residence is not None and residence.tier != "resident" and not self.is_permanently_down:
             return
-        was_ready = self.was_ready or self.status.info is not None  # for another gateway, or before
+        was_ready = self.was_ready or self.status.has_served  # at another gateway, or before
         if "ready" in self._states or (was_ready and self._coming):
             return  # the request waits for the connection or the replacement
         raise ModelUnavailable(self._describe_unavailable(), retry_after_s=5.0, param="model")

@@ -184,11 +184,9 @@ class Router:
             if replica is None:
                 check_fits(call, route.status.info)
                 queue = route.suspects if call.alone_until else route.queue
-                if queue.full:  # last of all: another call may have to leave for this one
-                    self._make_room(route, queue, call)
                 size_bytes = held_bytes(call)
-                if self._queued_bytes() + size_bytes > self.access.rules.max_queue_bytes:
-                    self._make_room_in_memory(route, call, size_bytes)
+                # last of all: other calls may have to leave for this one
+                self._make_room(route, queue, call, size_bytes)
         except RequestError as error:
             self.measures.count_refusal(self, call, error)
             raise
@@ -270,28 +268,49 @@ class Router:
             raise ModelUnavailable("servekit is shutting down", retry_after_s=5.0)
 
     def _make_room(
-        self, route: ModelQueue, queue: FairQueue[InflightRequest], call: InflightRequest
+        self,
+        route: ModelQueue,
+        queue: FairQueue[InflightRequest],
+        call: InflightRequest,
+        size_bytes: int,
     ) -> None:
-        """Raise QueueFull, or fail a call of the key with the most waiting calls with it."""
-        crowded = queue.crowd_out(call.key)
-        said = f"{len(queue)} requests wait for {route.status.name!r} already; try later"
-        self._refuse_full(route, said, crowded)
+        """Raise QueueFull, or fail the calls of others that have to leave for this one."""
+        most_bytes = self.access.rules.max_queue_bytes
+        said = f"requests that wait hold {most_bytes // 2**20} MiB already; try later"
+        leavers = []
+        if self._queued_bytes() + size_bytes > most_bytes:
+            leavers = self._choose_leavers(route, call, size_bytes, said)
+        if queue.full and not any(one is queue for one, _ in leavers):
+            full = f"{len(queue)} requests wait for {route.status.name!r} already; try later"
+            self._refuse_full(route, full, queue.crowd_out(call.key))
+        for held, leaver in leavers:
+            if self._queued_bytes() + size_bytes > most_bytes:
+                held.remove(leaver)
+                self._refuse_full(route, said, leaver)
 
-    def _make_room_in_memory(
-        self, route: ModelQueue, call: InflightRequest, size_bytes: int
-    ) -> None:
-        """Make room if the waiting calls of all models and this call hold too many bytes."""
-        limit_bytes = self.access.rules.max_queue_bytes
-        while self._queued_bytes() + size_bytes > limit_bytes:
-            said = f"requests that wait hold {limit_bytes // 2**20} MiB already; try later"
-            queues = [queue for one in self.routes.values() for queue in (one.queue, one.suspects)]
-            held = [
-                (size, key, queue) for queue in queues for key, size in queue.bytes_by_key().items()
-            ]
-            most, key, queue = max(held, key=lambda one: one[0], default=(0, "", route.queue))
-            mine = sum(size for size, name, _ in held if name == call.key)
-            spared = key == call.key or most <= mine + size_bytes
-            self._refuse_full(route, said, None if spared else queue.take_newest(key))
+    def _choose_leavers(
+        self, route: ModelQueue, call: InflightRequest, size_bytes: int, said: str
+    ) -> list[tuple[FairQueue[InflightRequest], InflightRequest]]:
+        """Return the waiting calls whose bytes this call needs, of the keys that hold the most.
+
+        Raises QueueFull, and nothing leaves in vain, if the call's own key holds as much.
+        """
+        queues = [queue for one in self.routes.values() for queue in (one.queue, one.suspects)]
+        held = [(key, queue, items) for queue in queues for key, items in queue.by_key().items()]
+        sizes = [sum(size for _, size in items) for _, _, items in held]
+        mine = sum(size for size, (key, *_) in zip(sizes, held, strict=True) if key == call.key)
+        lacking = self._queued_bytes() + size_bytes - self.access.rules.max_queue_bytes
+        leavers = []
+        while lacking > 0:
+            at = max(range(len(held)), key=sizes.__getitem__, default=-1)
+            if at < 0 or held[at][0] == call.key or sizes[at] <= mine + size_bytes:
+                self._refuse_full(route, said, None)
+            _, queue, items = held[at]
+            leaver, its_bytes = items.pop()
+            leavers.append((queue, leaver))
+            sizes[at] -= its_bytes
+            lacking -= its_bytes
+        return leavers
 
     def _queued_bytes(self) -> int:
         """Return the memory of the waiting calls of all models, in bytes."""

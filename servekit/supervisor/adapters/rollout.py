@@ -288,10 +288,15 @@ class Adapters:
         await asyncio.gather(*(worker.ask_to_unload(name) for worker in holders))
 
     async def _until_unused(self, name: str) -> None:
-        """Wait until gateways have finished their requests for it, waiting ones included."""
+        """Wait until gateways have finished their requests for it, waiting ones included.
+
+        Without a worker that serves they cannot: the next one waits for this change.
+        """
         deadline = time.monotonic() + self._owner.drain_timeout_s
         await asyncio.sleep(0)  # gateways get the change within this event-loop tick
-        while not self._owner.is_unused(name) and time.monotonic() < deadline:  # noqa: ASYNC110
+        while self._serving() and time.monotonic() < deadline:
+            if self._owner.is_unused(name):
+                return
             await asyncio.sleep(_LOOK_EVERY_S)
 
     def _serving(self) -> list[WorkerProcess]:

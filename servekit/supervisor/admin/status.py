@@ -43,6 +43,7 @@ def of_model(
         endpoints=_list_endpoints(model),
         presets=list_presets(model),
         left_out=deployment.left_out,
+        has_served=deployment.has_served,
     )
 
 

@@ -1,10 +1,10 @@
 """The deployment of one model: its replicas, and their rolling update to another version.
 
-If there is room (on the CPU, or on GPUs), a new replica is ready before an old one is drained,
-which then finishes all its requests, within their own deadlines. Otherwise an old replica makes
-room first, and its requests are cut off after `drain_timeout_s`; the admission gate checks that its
-memory is really free. If no replica of a new version comes up, the update is rolled back: the old
-version serves on, or is started again.
+If there is room (on GPUs, or on the CPU by `memory`), a new replica is ready before an old one is
+drained, which then finishes all its requests, within their own deadlines. Otherwise an old replica
+makes room first, and its requests are cut off after `drain_timeout_s`; the admission gate checks
+that its memory is really free. If no replica of a new version comes up, the update is rolled back:
+the old version serves on, or is started again.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class Deployment:
         self.model = model
         self.replicas: list[WorkerProcess] = []
         self.wanted = False  # whether it is to have replicas; else it is stopped
+        self.has_served = False  # in this version or an earlier one
         self._returns = False  # it is unloaded for another model, and will be wanted again
         self.occasion = StartReason.from_now(
             "operator"
@@ -216,6 +217,7 @@ class Deployment:
 
     def _on_event(self, event: ProcessEvent) -> None:
         """Handle an event of a replica: a change that waits looks at it again."""
+        self.has_served |= any(replica.state == "ready" for replica in self.replicas)
         self._heard.set()
         self.tend_fork_servers()
 
@@ -267,6 +269,13 @@ class Deployment:
         """Return whether it is on demand, unloaded or asleep: adapters are then loaded with it."""
         asleep = any(replica.state == "asleep" for replica in self._living())
         return self.model.load != "on_start" or not self.wanted or asleep
+
+    @property
+    def is_asleep_on_demand(self) -> bool:
+        """Return whether it is all asleep, and not loaded at the start: its memory is others'."""
+        living = self._living()
+        asleep = bool(living) and all(replica.state == "asleep" for replica in living)
+        return asleep and self.model.load != "on_start"
 
     def changed(self) -> None:
         for replica in self.replicas:
@@ -337,7 +346,7 @@ class Deployment:
     async def _make_room(self, slot: Slot, old: list[WorkerProcess], *, proven: bool) -> bool:
         """Start a replica on GPUs that are still in use; return False if it was rolled back."""
         here = [one for one in old if not set(slot).isdisjoint(one.place.gpus)]
-        victims = here or old[:1]
+        victims = here or self._choose_victims(slot, old)
         for victim in victims:
             old.remove(victim)
             self._drain(victim)
@@ -359,7 +368,7 @@ class Deployment:
         await self._until(lambda: have_settled([replica]))
         if replica.state == "ready":
             return True
-        backs = [victim.place.gpus for victim in here] or [slot]
+        backs = [victim.place.gpus for victim in victims] if here or not slot else [slot]
         self._take_back([replica], old, backs)
         self.model, self.adapters = victims[0].model, victims[0].adapters
         self.circuit = make_circuit_breaker(self.model)
@@ -367,6 +376,17 @@ class Deployment:
             await self._pool.wait_for_room(self.model, back)
             self._add(self.model, back)
         return False
+
+    def _choose_victims(self, slot: Slot, old: Sequence[WorkerProcess]) -> list[WorkerProcess]:
+        """Return as many of `old` as make room on these GPUs, or this machine's CPU; at least one.
+
+        None of them is on these GPUs.
+        """
+        most = len(old) if not slot else 1
+        counts = (
+            n for n in range(1, most) if self._pool.has_room(self.model, slot, without=old[:n])
+        )
+        return list(old[: next(counts, most)])
 
     def _take_back(
         self,
@@ -421,9 +441,12 @@ class Deployment:
         replica.end_child(Drain(), self._pool.drain_timeout_s)
 
     def _limit_drain(self, slot: Slot) -> None:
-        """Limit the time of replicas that already drain on these GPUs to `drain_timeout_s`."""
+        """Limit the time of replicas that already drain on these GPUs to `drain_timeout_s`.
+
+        Without GPUs, that of all.
+        """
         for replica in self.replicas:
-            if replica.ending and not set(slot).isdisjoint(replica.place.gpus):
+            if replica.ending and (not slot or not set(slot).isdisjoint(replica.place.gpus)):
                 self._drain(replica)
 
     async def _until(self, true: Callable[[], bool]) -> None:

@@ -25,6 +25,8 @@ from servekit.system.gpu.gpus import Gpu
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
+_LOADED_BY = {"on_demand": "the next request loads it", "manual": "`servekit load` loads it"}
+
 
 class DeploymentManager:
     """The deployments of an instance; empty until `apply_plan`. `run` runs a replica's task."""
@@ -121,6 +123,11 @@ class DeploymentManager:
                 f"{deployment.model.name} is changing already; try again when it is done"
             )
         journal.record_event("reload", f"restart of {name}", model=deployment.model.name)
+        if deployment.is_asleep_on_demand:
+            deployment.unload()
+            return Accepted(
+                f"{name} was asleep and is stopped; {_LOADED_BY[deployment.model.load]}"
+            )
         deployment.restart(replicas)
         if wait and (why := await deployment.until_settled()):
             return Refused(f"{name} could not be restarted: {why}")
@@ -137,8 +144,9 @@ class DeploymentManager:
 
     async def _reload(self, profile: str | None) -> str:
         self._refuse_at_the_end()
-        source = self.plan.source
-        plan = await self._read(source if profile is None else replace(source, profile=profile))
+        wanted = self.plan.source.profile if profile is None else profile
+        source = replace(self.plan.source, profile=wanted, reloads=profile is None)
+        plan = await self._read(source)
         self._refuse_at_the_end()
         changes = self.apply_plan(plan)
         if profile is None:

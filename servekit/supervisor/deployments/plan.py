@@ -43,6 +43,7 @@ class Source:
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))  # holds keys
     profile: str = ""  # the profile in force; "": all models are served
     asked_profile: str = ""  # the profile of the command line
+    reloads: bool = False  # the instance runs already, with the profile
 
     def plan(
         self,
@@ -95,6 +96,12 @@ class Source:
             return config.models
         if self.profile not in config.profiles:
             there = ", ".join(config.profiles) or "none"
+            if self.reloads:
+                raise ConfigError(
+                    f"{self.path}: the profile {self.profile!r}, which is in force, is not in the"
+                    " file; bring it back, or switch with `servekit profile` to another (there are:"
+                    f" {there}) or to all"
+                )
             hint = did_you_mean(self.profile, config.profiles)
             raise ConfigError(
                 f"{self.path}: no profile is called {self.profile!r}; there are: {there}{hint}"

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 
 from servekit.config.schema import ModelConfig
 from servekit.supervisor.deployments.plan import Plan
 from servekit.supervisor.lifecycle.managed_process import ProcessEvent, SupervisorContext
 from servekit.supervisor.scheduling.gpu_admission import GpuAdmission
 from servekit.supervisor.scheduling.gpu_reservations import GpuReservations
-from servekit.supervisor.scheduling.memory_requests import claim_bytes, claims_of, room_bytes
+from servekit.supervisor.scheduling.memory_requests import (
+    claim_bytes,
+    claims_of,
+    host_claim_bytes,
+    room_bytes,
+)
 from servekit.supervisor.workers.fork_server import ForkServer
 from servekit.supervisor.workers.worker_process import WorkerProcess
+from servekit.system import cgroup
 from servekit.system.gpu.gpus import Gpu, Slot
 
 
@@ -64,11 +70,16 @@ class WorkerPool:
         known = self.plan.estimates.get(model.name)
         return (known.on_each_floor_bytes if known else 0,) * len(slot)
 
-    def has_room(self, model: ModelConfig, slot: Slot) -> bool:
-        """Return whether one more worker fits beside the workers that exist."""
+    def has_room(
+        self, model: ModelConfig, slot: Slot, *, without: Collection[WorkerProcess] = ()
+    ) -> bool:
+        """Return whether one more worker fits beside those that exist, apart from `without`."""
+        workers = [one for one in self._workers if one not in without]
+        if not slot and self.host.launcher is None:
+            return _fits_on_host(model, workers)
         reserve = self.plan.config.gpus.reserve
         for gpu in slot:
-            taken = sum(self._claimed_bytes(one, gpu) for one in self._workers)
+            taken = sum(self._claimed_bytes(one, gpu) for one in workers)
             if taken + claim_bytes(model, gpu, reserve) > room_bytes(gpu, reserve):
                 return False
         return True
@@ -97,3 +108,22 @@ class WorkerPool:
 
     def _on_event(self, event: ProcessEvent) -> None:
         self._heard.set()
+
+
+def _fits_on_host(model: ModelConfig, workers: Iterable[WorkerProcess]) -> bool:
+    """Return whether one more CPU worker fits in this machine's memory, by the claims in the file.
+
+    Models without `memory` claim nothing.
+    """
+    total_bytes = cgroup.total_memory_bytes()
+    claim = host_claim_bytes(model, total_bytes)
+    if not claim or not total_bytes:
+        return True
+    return claim + sum(_host_claim_bytes(one, total_bytes) for one in workers) <= total_bytes
+
+
+def _host_claim_bytes(worker: WorkerProcess, total_bytes: int) -> int:
+    if worker.place.gpus or worker.state == "failed":
+        return 0
+    claim = host_claim_bytes(worker.model, total_bytes)
+    return min(claim, worker.rss_bytes) if worker.state == "asleep" else claim

@@ -104,7 +104,7 @@ class ModelState:
         elif tier == "stopped":
             if self.reason.startswith("asleep"):
                 at = time.strftime("%H:%M:%S")
-                self.reason = f"stopped at {at}: a reload has changed it while it was asleep"
+                self.reason = f"stopped at {at}: a reload or a restart came while it was asleep"
             if self._told_at <= self.since:  # else it is for the next load
                 self._stay_s = None
         self.tier, self.since = tier, now

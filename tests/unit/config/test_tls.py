@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -41,5 +42,9 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         check_certificate(tmp_path / "missing", key)
     with pytest.raises(ValueError, match=r"empty is not a private key in PEM form"):
         check_certificate(certificate, tmp_path / "empty")
+    os.mkfifo(tmp_path / "fifo")
+    for pair in ((tmp_path / "fifo", key), (certificate, tmp_path / "fifo")):
+        with pytest.raises(ValueError, match="fifo is not a regular file"):
+            check_certificate(*pair)
     with pytest.raises(ValueError, match=r"cannot be used: .*PEM"):
         check_certificate(key, certificate)

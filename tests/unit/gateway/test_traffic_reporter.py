@@ -11,10 +11,18 @@ from unittest.mock import Mock
 import pytest
 
 from servekit.gateway.http.limits import LIMITS, Sweep
+from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.routing.router import Router
 from servekit.gateway.traffic_reporter import TRAFFIC_EVERY_S, TrafficReporter
 from servekit.protocol.control.metrics_messages import Counted
-from servekit.protocol.messages import Traffic
+from servekit.protocol.messages import (
+    AccessRules,
+    KeyRule,
+    KeyUsage,
+    SamplingParams,
+    Topology,
+    Traffic,
+)
 from tests.passing_time import Clock, passing_time
 
 
@@ -107,3 +115,24 @@ async def test_what_runs_keeps_it_awake_without_connections(scene: Scene) -> Non
     scene.clock.wakes.clear()
     await scene.clock.pass_time(3600.0)
     assert scene.clock.wakes == []
+
+
+async def test_other_gateways_hear_at_once_what_a_limited_key_has_under_way(scene: Scene) -> None:
+    rules = AccessRules(tuple(KeyRule(name, max_concurrent=2) for name in ("alice", "bob")))
+    for gateways, told in ((1, []), (2, [("alice", 2)])):
+        scene.heard.clear()
+        scene.router.apply_topology(Topology((), gateways=gateways, access=rules))
+        alice = scene.router.access.callers["alice"]
+        for _ in range(2):
+            alice.on_started(call())
+        await scene.clock.pass_time(0.02)
+        uses = [use for spent in scene.of(KeyUsage) for use in spent.uses]
+        assert [(use.name, use.active) for use in uses] == told
+        for _ in range(2):
+            alice.on_ended(call(), "ok", None)
+    await scene.clock.pass_time(0.02)
+    assert [use.active for spent in scene.of(KeyUsage) for use in spent.uses] == [2, 0]
+
+
+def call() -> InflightRequest:
+    return InflightRequest("m", SamplingParams(), prompt="x")

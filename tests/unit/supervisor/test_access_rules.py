@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,9 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(KeyMissing, match="No such file"):
         rules(config(KeyConfig(name="bob", file=tmp_path / "none")), {})
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(KeyMissing, match="fifo: not a regular file"):
+        rules(config(KeyConfig(name="bob", file=tmp_path / "fifo")), {})
     with pytest.raises(KeyMissing, match="not text"):
         rules(config(KeyConfig(name="bob", file=tmp_path / "binary")), {})
 

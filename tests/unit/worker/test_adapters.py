@@ -21,7 +21,7 @@ from servekit.protocol.adapters import (
     LoadAdapter,
     UnloadAdapter,
 )
-from servekit.protocol.messages import SamplingParams
+from servekit.protocol.messages import Continuation, SamplingParams
 from servekit.worker.adapters import Adapters, Answer
 from servekit.worker.runner import ADAPTED
 from tests.unit.gateway.conftest import DEADLINE_S, ENDLESS, ENDLESS_TOKENS, until
@@ -97,7 +97,7 @@ async def test_what_is_under_way_is_done_before_it_goes(tmp_path: Path) -> None:
         running = [worker.client.send(LONG, prompt="ab", adapter="x") for _ in range(3)]
         await until(lambda: worker.client.runner.uses("x"))
         gone = worker.unload("x")
-        await until(lambda: "x" not in worker.client.runner.adapters)
+        await until(lambda: worker.client.runner.closing_adapter == "x")
         late = await worker.client.failure(worker.client.send(LONG, prompt="ab", adapter="x"))
         assert (late.code, "'x' is not loaded any more" in late.message) == (
             "model_not_found",
@@ -105,6 +105,26 @@ async def test_what_is_under_way_is_done_before_it_goes(tmp_path: Path) -> None:
         )
         assert not worker.answers[1:]
         assert {await worker.text(request) for request in running} == {"AB" * 30}
+        assert isinstance(await worker.answer(gone), AdapterUnloaded)
+
+
+async def test_one_that_is_to_go_takes_what_began_elsewhere_while_it_is_in_use(
+    tmp_path: Path,
+) -> None:
+    async with working(tmp_path, **ENDLESS) as worker:
+        await worker.answer(worker.load("x"))
+        send, runner = worker.client.send, worker.client.runner
+        endless = send(SamplingParams(max_tokens=ENDLESS_TOKENS), prompt="ab", adapter="x")
+        await until(lambda: runner.uses("x"))
+        gone = worker.unload("x")
+        await until(lambda: runner.closing_adapter == "x")
+        began = Continuation(runner.generation("x"), 60)
+        emitted = [ord(letter) for letter in "ABA"]
+        begun = send(
+            LONG, prompt="ab", adapter="x", emitted=emitted, sent_chars=3, continuation=began
+        )
+        assert "ABA" + await worker.text(begun) == "AB" * 30
+        worker.client.cancel(endless)
         assert isinstance(await worker.answer(gone), AdapterUnloaded)
 
 

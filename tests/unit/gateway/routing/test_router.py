@@ -362,7 +362,7 @@ async def test_a_new_gateway_waits_for_a_model_that_has_served_before(service: S
     worker = await service.worker()
     service.tell(worker.status("loading"))
     status = service.router.routes["m"].status
-    service.router.apply_topology(Topology((replace(status, info=worker.runner.info),)))
+    service.router.apply_topology(Topology((replace(status, has_served=True),)))
     call = service.router.queue_call(ask())
     service.tell(worker.status())
     assert (await answer(call)).startswith("hello hello")
@@ -821,6 +821,35 @@ async def test_bytes_keep_out_only_those_who_filled_the_queue(service: Service) 
     for call in (running, light, *crowd[:-1]):
         await answer(call)
     assert service.router.routes["m"].queue.size_bytes == 0
+
+
+async def test_nobody_leaves_for_one_that_is_refused_all_the_same(service: Service) -> None:
+    service.max_queue = 6
+    await service.up(step_s=0.01, slots=1, max_context=100 * MIB)
+    limit_queue(service, 7 * MIB)
+    running = service.router.queue_call(ask())
+    waiting = [service.router.queue_call(large("a", 2)) for _ in range(2)]
+    waiting += [service.router.queue_call(large("b")) for _ in range(2)]
+    with pytest.raises(QueueFull, match="hold 7 MiB already"):
+        service.router.queue_call(large("c", 3))
+    waiting += [service.router.queue_call(ask(key="a")) for _ in range(2)]
+    with pytest.raises(QueueFull, match="hold 7 MiB already"):
+        service.router.queue_call(large("c", 3))
+    assert not any(call.done for call in waiting)
+    for call in (running, *waiting):
+        call.cancel()
+
+
+async def test_one_that_leaves_makes_room_in_both_limits(service: Service) -> None:
+    service.max_queue = 3
+    await service.up(step_s=0.01, slots=1, max_context=100 * MIB)
+    limit_queue(service, 4 * MIB)
+    running = service.router.queue_call(ask())
+    crowd = [service.router.queue_call(large("crowd")) for _ in range(3)]
+    light = service.router.queue_call(large("light"))
+    assert [call.done for call in (*crowd, light)] == [False, False, True, False]
+    for call in (running, light, *crowd[:-1]):
+        call.cancel()
 
 
 async def test_bytes_of_a_suspected_address_count_too(service: Service) -> None:

@@ -15,7 +15,7 @@ from tests.unit.supervisor.made_up_deployment import config
 def fleet_of(**keys: Any) -> Deployment:
     known: dict[str, Any] = {"replicas": [], "info": None, "adapter_statuses": tuple, "scale": None}
     known["changing"] = False
-    known |= {"fork_servers": SimpleNamespace(standbys=()), "left_out": ""}
+    known |= {"fork_servers": SimpleNamespace(standbys=()), "left_out": "", "has_served": True}
     return cast(Deployment, SimpleNamespace(model=config(**keys), **known))
 
 

@@ -16,6 +16,7 @@ from servekit.supervisor.deployments.worker_pool import WorkerPool
 from servekit.supervisor.lifecycle.managed_process import MemoryFreed
 from servekit.supervisor.scheduling.memory_requests import Assignment
 from servekit.supervisor.workers.worker_process import WorkerProcess
+from servekit.system import cgroup
 from servekit.system.gpu.gpus import Gpu
 from tests.unit.supervisor.lifecycle.test_managed_process import Host
 from tests.unit.supervisor.made_up_deployment import config
@@ -40,10 +41,14 @@ class Scene:
         plan: Any = SimpleNamespace(gpus=GPUS, config=keys, estimates=estimates or {})
         return WorkerPool(cast(Plan, plan), self.host, self.ran.append)
 
-    def start(self, name: str, *gpus: Gpu, claims: tuple[int, ...] = ()) -> WorkerProcess:
+    def start(
+        self, name: str, *gpus: Gpu, claims: tuple[int, ...] = (), memory: str | None = None
+    ) -> WorkerProcess:
         place = Assignment(name, 0, gpus, 1, claims)
         adapters = cast(Adapters, None)  # it never comes so far as to load any
-        worker = WorkerProcess(config(name=name), place, GPUS, self.host, None, adapters)
+        worker = WorkerProcess(
+            config(name=name, memory=memory), place, GPUS, self.host, None, adapters
+        )
         self.pool.start_worker(worker)
         return worker
 
@@ -113,6 +118,24 @@ async def test_a_failed_worker_takes_nothing_and_a_sleeping_one_what_it_kept(
     scene.pool.gate.ledger.reserve("a/0", {"GPU-0": 40})
     assert scene.pool.has_room(config(memory="60%"), FIRST)
     assert not scene.pool.has_room(config(memory="61%"), FIRST)
+
+
+async def test_on_the_cpu_claims_of_the_file_fit_in_the_machines_memory(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cgroup, "total_memory_bytes", lambda: 100 * 2**30)
+    old = scene.start("m", memory="60%")
+    assert scene.pool.has_room(config(memory="40%"), ())
+    assert not scene.pool.has_room(config(memory="41%"), ())
+    assert scene.pool.has_room(config(memory="60%"), (), without=[old])
+    assert scene.pool.has_room(config(), ()), "it claims nothing"
+    assert scene.pool.has_room(config(memory="90%"), FIRST), "a GPU has memory of its own"
+    old.state, old.rss_bytes = "asleep", 10 * 2**30
+    assert scene.pool.has_room(config(memory="90%"), ())
+    old.state = "failed"
+    assert scene.pool.has_room(config(memory="100%"), ())
+    monkeypatch.setattr(cgroup, "total_memory_bytes", lambda: 0)
+    assert scene.pool.has_room(config(memory="60GiB"), ()), "how much there is is unknown"
 
 
 async def test_a_name_is_taken_while_its_memory_is_not_free(scene: Scene) -> None:
