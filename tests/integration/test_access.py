@@ -77,6 +77,13 @@ def test_open_to_all(http: httpx.Client, path: str) -> None:
     assert http.get(path).status_code == 200
 
 
+def test_a_page_of_the_docs_that_is_none_needs_no_key(http: httpx.Client) -> None:
+    answer = http.get("/docs/acess")
+    assert answer.status_code == 404
+    assert "see /docs" in answer.json()["error"]["message"]
+    assert http.post("/docs/acess").status_code == 401  # a model may have such an endpoint
+
+
 def test_readyz_tells_of_the_models_of_a_key(http: httpx.Client) -> None:
     told = {key: http.get("/readyz", headers=bearer(key)).json() for key in (ALICE, BOB, "sk-no")}
     assert {*told[ALICE]["models"]} == {"a", "b"}
