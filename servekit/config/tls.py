@@ -29,6 +29,8 @@ def check_certificate(certificate: Path, key: Path) -> None:
 
 def _check_pem(path: Path, what: str) -> None:
     try:
+        if path.exists() and not path.is_file():  # a pipe's reader waits for ever
+            raise ValueError(f"{path} is not a regular file")
         text = path.read_bytes()
     except OSError as error:
         reason = "does not exist" if isinstance(error, FileNotFoundError) else error.strerror

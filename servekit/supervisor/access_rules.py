@@ -182,6 +182,8 @@ def _clear(key: KeyConfig, at: int, environ: Mapping[str, str]) -> bytes:
     assert key.file is not None
     where = ("keys", at, "file")
     try:
+        if key.file.exists() and not key.file.is_file():  # a pipe's reader waits for ever
+            raise KeyMissing(where, f"{key.file} is not a regular file.")
         with key.file.open("rb") as file:
             value = file.readline(2 * MAX_KEY_BYTES).decode().strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,6 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         check_certificate(certificate, tmp_path / "empty")
     with pytest.raises(ValueError, match=r"cannot be used: .*PEM"):
         check_certificate(key, certificate)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="pipe is not a regular file"):
+        check_certificate(tmp_path / "pipe", tmp_path / "pipe")
