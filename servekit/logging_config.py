@@ -77,6 +77,11 @@ def _as_message(logger: Any, name: str, line: _Line) -> Any:
     return line
 
 
+def _strip_values(logger: Any, name: str, line: _Line) -> Any:
+    """Remove escape sequences: somebody's `tail` or `docker logs` shows the line on a terminal."""
+    return {key: strip_controls(it) if isinstance(it, str) else it for key, it in line.items()}
+
+
 _SHARED: tuple[structlog.typing.Processor, ...] = (
     add_request,
     structlog.stdlib.add_logger_name,
@@ -137,6 +142,7 @@ def _renderers(*, json: bool, terminal: bool) -> list[structlog.typing.Processor
     plain = structlog.dev.plain_traceback  # by default rich's, with the values of all variables
     return [
         _as_message,
+        _strip_values,
         structlog.dev.ConsoleRenderer(colors=False, pad_event_to=0, exception_formatter=plain),
     ]
 

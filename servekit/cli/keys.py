@@ -121,9 +121,12 @@ def _replace(path: Path, text: str) -> None:
     beside, fresh = path.with_name(name), target.with_name(name)
     try:
         for file in {beside, fresh}:
-            file.touch(mode=path.stat().st_mode & 0o777)
+            file.touch(mode=0o600)
             file.write_bytes(text.encode())
         load_config(beside)  # a cut that breaks the file must not replace it
+        of = target.stat()  # whoever read the file has to read the new one
+        os.chown(fresh, of.st_uid, of.st_gid)
+        fresh.chmod(of.st_mode & 0o777)
         fresh.replace(target)
     except ConfigError:
         raise ConfigError(

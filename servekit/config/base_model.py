@@ -7,7 +7,7 @@ import inspect
 import itertools
 import textwrap
 from functools import cache
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler
 
@@ -19,6 +19,12 @@ def require_form(pattern: str, form: str) -> Any:
     """Return the field of a text that matches `pattern`; `form` says what to write instead."""
     FORMS[pattern] = form
     return Field(pattern=pattern)
+
+
+VariableName = Annotated[
+    str,
+    require_form(r"^[A-Za-z_][A-Za-z0-9_]*$", "the name of a variable: letters, digits and _"),
+]
 
 
 class Section(BaseModel):

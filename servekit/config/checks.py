@@ -509,14 +509,20 @@ def _check_folder(
 
 
 def check_keys(config: Config) -> Iterator[Problem]:
-    """Find keys that share a name, or that name an unknown model."""
+    """Find keys that share a name, or are the same key, or that name an unknown model."""
     known = set(names_of(config))
     names: set[str] = set()
+    owners: dict[tuple[str, str], str] = {}
     prefixes: list[bytes] = []
     for i, key in enumerate(config.keys):
         if key.name in names:
             yield Problem(("keys", i, "name"), f"two keys are named '{key.name}'.")
         names.add(key.name)
+        kind = "hash" if key.hash else "file" if key.file else "environment"
+        owner = owners.setdefault((kind, str(getattr(key, kind))), key.name)
+        if owner != key.name:
+            message = f"the same as that of '{owner}'; each name needs a key of its own."
+            yield Problem(("keys", i, kind), message)
         yield from _check_models(key, ("keys", i, "models"), known)
         if key.hash is not None:
             prefixes.append(prefix := api_keys.parse_hash(key.hash).prefix)

@@ -39,6 +39,8 @@ _SYNONYMS = {
 _OF_A_PACKAGE = "If a package brings this engine, install that beside servekit: pip install …"
 #: What people write for no value.
 _NOTHING = {"none", "null", "nil", "unlimited", "off"}
+#: Mappings that may hold secrets: a text in their place is not shown.
+_OF_SECRETS = {("env",), ("headers",)}
 _EXPECTED = {
     "int_type": "a whole number",
     "int_parsing": "a whole number",
@@ -148,8 +150,10 @@ def _problem(loc: tuple[str | int, ...], errors: list[ErrorDetails], root: Node)
     if not wanted:
         return Problem(loc, f"{_own_words(first)}.", at_key=is_key)
     wanted = [text.replace("'", "") for text in dict.fromkeys(wanted)]
-    if loc[:1] == ("keys",) and len(loc) == 2 and isinstance(node.value, str):
+    if loc[:1] == ("keys",) and len(loc) < 3 and isinstance(node.value, str):
         return Problem(loc, f"is no mapping; {foreign_keys.OF_A_KEY['key']}.")
+    if loc[-1:] in _OF_SECRETS and isinstance(node.value, str):
+        return Problem(loc, f"must be {' or '.join(wanted)}.")
     message = f"must be {' or '.join(wanted)}, but is {describe_value(node)}."
     if isinstance(node.value, str) and node.value.lower() in _NOTHING and _is_optional(loc, root):
         return Problem(loc, f"{message} Leave out the key instead.")

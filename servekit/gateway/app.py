@@ -205,7 +205,11 @@ class Application:
     async def _ui(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.ui is not None:
             await self.ui(scope, receive, send)
-            return
+        else:
+            await self.show_waiting(send)
+
+    async def show_waiting(self, send: Send) -> None:
+        """Send a page that asks again until the UI is there."""
         page = _WAITING_PAGE % self.ui_state.encode()
         headers = [(b"content-type", b"text/html; charset=utf-8"), (b"retry-after", b"2")]
         await send({"type": "http.response.start", "status": 503, "headers": headers})

@@ -299,7 +299,7 @@ class Gateway:
 
         assert self._settings.ui_socket is not None
         limit = self._settings.max_body_bytes
-        self._app.ui = UnixProxy(self._settings.ui_socket, limit)
+        self._app.ui = UnixProxy(self._settings.ui_socket, limit, self._app.show_waiting)
 
 
 def _bound(path: Path) -> socket.socket:

@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,13 @@ def http(instance: Instance) -> Iterator[httpx.Client]:
 )
 def test_open_to_all(http: httpx.Client, path: str) -> None:
     assert http.get(path).status_code == 200
+
+
+def test_a_page_of_the_docs_that_is_none_needs_no_key(http: httpx.Client) -> None:
+    answer = http.get("/docs/acess")
+    assert answer.status_code == 404
+    assert "see /docs" in answer.json()["error"]["message"]
+    assert http.post("/docs/acess").status_code == 401  # a model may have such an endpoint
 
 
 def test_readyz_tells_of_the_models_of_a_key(http: httpx.Client) -> None:
@@ -305,6 +313,46 @@ def test_a_reload_changes_who_is_let_in_and_restarts_nothing(tmp_path: Path) -> 
             until_answered(http, {}, 200)
         assert {gateway.pid for gateway in instance.status().gateways} == pids
         assert instance.replica("a/0").restarts == 0
+
+
+def test_a_batch_waits_while_the_file_lacks_its_key(tmp_path: Path) -> None:
+    """As where an operator replaces a key in two steps."""
+    models = [echo("a", step_s=0.02, slots=1)]
+    server: dict[str, Any] = {"batches": {}}
+    keys = {"keys": KEYS[:1]}
+    with Instance.up(tmp_path, models, server=server, sections=keys) as instance:
+        instance.until_settled()
+        with httpx.Client(base_url=instance.url, timeout=30, headers=bearer(ALICE)) as http:
+            path = _make_batch(http)
+            write_config(tmp_path, models, server, {"keys": [{**KEYS[1], "models": ["a"]}]})
+            instance.reload()
+            until_answered(http, bearer(ALICE), 401)
+            until_answered(http, bearer(BOB), 200)  # what was under way has had its turn
+            write_config(tmp_path, models, server, keys)
+            instance.reload()
+            until_answered(http, {}, 200)
+            done = poll("the batch is done", partial(_find_end, http, path), 60)
+            assert done["status"] == "completed"
+            assert done["request_counts"] == {"total": 20, "completed": 20, "failed": 0}
+
+
+BUSY = {"validating", "in_progress", "finalizing"}
+
+
+def _find_end(http: httpx.Client, path: str) -> dict[str, Any]:
+    """Return a batch once it has ended, {} before."""
+    found: dict[str, Any] = http.get(path).json()
+    return {} if found["status"] in BUSY else found
+
+
+def _make_batch(http: httpx.Client) -> str:
+    """Ask for a batch of twenty; return its path."""
+    line = {"method": "POST", "url": "/v1/completions", "body": PLAIN}
+    lines = "".join(json.dumps({**line, "custom_id": f"{i}"}) + "\n" for i in range(20))
+    file = http.post("/v1/files", data={"purpose": "batch"}, files={"file": lines.encode()})
+    batch = {"input_file_id": file.json()["id"], "endpoint": "/v1/completions"}
+    made = http.post("/v1/batches", json={**batch, "completion_window": "24h"})
+    return f"/v1/batches/{made.json()['id']}"
 
 
 def until_answered(http: httpx.Client, headers: dict[str, str], wanted: int) -> None:

@@ -28,7 +28,7 @@ USER, USER_HASH = new_key("user")
 KEYS: list[dict[str, Any]] = [
     {"name": "root", "hash": ROOT_HASH, "admin": True},
     {"name": "user", "hash": USER_HASH, "models": ["m"]},
-    {"name": "other", "hash": USER_HASH, "models": ["b"]},
+    {"name": "other", "hash": new_key("other")[1], "models": ["b"]},
 ]
 OPEN = {"runtime_adapters": True}
 

@@ -88,6 +88,7 @@ def test_elsewhere_a_line_has_the_event_and_its_fields() -> None:
     assert {"child=m/0", "after_s=1.5"} <= set(lines[0].split())
     assert "] as  it is {x} [servekit.supervisor] child=m/0" in lines[1]
     assert "] odd request [uvicorn.error]" in lines[2]
+    assert "reason='holds 520 MiB on GPU 0'" in lines[3], "a client's or a worker's words, perhaps"
 
 
 @pytest.mark.parametrize(

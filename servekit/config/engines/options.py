@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from servekit.config.base_model import Section, require_form
+from servekit.config.base_model import Section, VariableName, require_form
 from servekit.config.engines.path_options import ConfigPath
 from servekit.system.python.installation import package_version
 from servekit.vllm_source import arguments
@@ -299,10 +299,6 @@ def _header(name: str) -> str:
 _OWN_HEADERS = {"host", "connection", "content-length", "content-type", "content-encoding"} | {
     *("transfer-encoding", "accept", "accept-encoding", "user-agent", "upgrade", "expect", "te"),
 }
-VariableName = Annotated[
-    str,
-    require_form(r"^[A-Za-z_][A-Za-z0-9_]*$", "the name of a variable: letters, digits and _"),
-]
 #: A path whose segments begin with no dot, so that none leads up; perhaps all below it.
 EndpointPattern = Annotated[
     str,

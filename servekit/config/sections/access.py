@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
 from servekit.config import keys
-from servekit.config.base_model import Section, require_form
+from servekit.config.base_model import Section, VariableName, require_form
 
 _LABEL = "[A-Za-z0-9-]+"
 _ORIGIN = r"^(\*|https?://[^/\s*]+)$"
@@ -46,7 +46,7 @@ class KeyConfig(Section):
     """The key's hash, as `servekit key new` prints it. One of `hash`, `file` and `environment`."""
     file: Path | None = None
     """A file whose first line is the key, relative to this file."""
-    environment: Annotated[str | None, Field(min_length=1)] = None
+    environment: VariableName | None = None
     """An environment variable of `servekit up` that is the key; no worker sees it."""
     requests_per_minute: PerMinute | None = None
     """Further requests get 429 with `Retry-After`; a minute's worth may come at once."""

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from servekit.gateway.routing.request import InflightRequest
 
 
-#: Characters of a prompt that count as a token while the worker has not reported the number.
-CHARS_PER_TOKEN = 4
 #: Lifetime of another gateway's count of active requests, which is renewed every second.
 FORGET_S = 3.0
 
@@ -179,7 +177,8 @@ class ApiKey(EndObserver):
         if self.rule.max_concurrent is not None:
             self.on_active(self)
         if self.tokens is not None:
-            used = _tokens(call, last)
+            used = call.prompt_tokens
+            used += call.answer_tokens if last is None else last.completion_tokens
             self.tokens.withdraw(used, time.monotonic())
             self._untold[1] += used
 
@@ -240,21 +239,3 @@ def _duration(seconds: float) -> bytes:
         return b"%.3gs" % seconds
     minutes, rest = divmod(math.ceil(seconds), 60)
     return b"%dm%ds" % (minutes, rest)
-
-
-def _tokens(call: InflightRequest, last: Delta | None) -> int:
-    """Return the tokens of a call as its worker reported them, else an estimate."""
-    if last is not None:
-        return call.prompt_tokens + last.completion_tokens
-    if not call.wire_id:  # never sent to a worker
-        return 0
-    return call.answer_tokens + (call.prompt_tokens or _estimate_prompt(call))
-
-
-def _estimate_prompt(call: InflightRequest) -> int:
-    if not call.uses_prompt:
-        return 0
-    if isinstance(call.prompt, list):
-        return len(call.prompt)
-    texts = [call.prompt or "", *(message.content or "" for message in call.messages or ())]
-    return sum(map(len, texts)) // CHARS_PER_TOKEN

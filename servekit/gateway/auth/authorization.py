@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from servekit.errors import Forbidden, InvalidKey
+from servekit.errors import Forbidden, InvalidKey, RequestError
 from servekit.gateway.api.unknown_parameters import UNKNOWN
 from servekit.gateway.auth import sessions
 from servekit.gateway.auth.api_key import ApiKey
@@ -29,10 +29,22 @@ if TYPE_CHECKING:
 
 log: Any = structlog.get_logger("servekit.gateway")
 
+#: How often what a key has asked for is tried again while the key is not in the file.
+_REMOVED_S = 5.0
+
 #: The key of the request that is being answered; None without keys.
 ACTING: ContextVar[ApiKey | None] = ContextVar("acting", default=None)
 
 Headers = Iterable[tuple[bytes, bytes]]
+
+
+class KeyRemoved(RequestError):
+    """The file has no key of this name any more, and what that has asked for waits. Bring the key
+    back, or leave it: it expires.
+    """
+
+    status = 503
+    code = "key_removed"
 
 
 class Access:
@@ -143,6 +155,18 @@ class Access:
         caller = await self.holder([(b"authorization", authorization.encode("latin-1"))])
         if (refused := caller.charge_request()) is not None:
             raise refused
+        return caller
+
+    def act_for(self, name: str) -> ApiKey | None:
+        """Let this context act for the key that has asked for something before; None without keys.
+
+        Raises KeyRemoved: a reload may bring the key back, as where it is replaced in two steps.
+        """
+        caller = self.callers.get(name)
+        if caller is None and self.closed:
+            said = f"the key {name!r} is not in the file now"
+            raise KeyRemoved(said, retry_after_s=_REMOVED_S)
+        ACTING.set(caller)
         return caller
 
     # ---- authorization

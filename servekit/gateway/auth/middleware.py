@@ -172,7 +172,7 @@ class AuthMiddleware:
                     ACTING.set(await self._caller(scope))
             elif login.carries_link(scope):
                 pass  # `Login` answers it
-            elif self._access.closed and not self._is_open(path):
+            elif self._access.closed and not self._is_open(scope):
                 caller = await self._caller(scope)
                 ACTING.set(caller)  # visible in this request's task only
                 if scope["method"] == "POST" and (path in login.CALLS or not _is_page(path)):
@@ -194,9 +194,12 @@ class AuthMiddleware:
             return
         await app(scope, receive, _add_headers(send, extra) if extra else send)
 
-    def _is_open(self, path: str) -> bool:
+    def _is_open(self, scope: Scope) -> bool:
+        path: str = scope["path"]
         if path == METRICS:
             return self._access.rules.open_metrics
+        if scope["method"] in ("GET", "HEAD") and path.rpartition("/")[0] == "/docs":
+            return True  # 404, as without keys, for a page that is none
         return path in OPEN or path.startswith(OPEN_FOLDER)
 
     async def _caller(self, scope: Scope) -> ApiKey:

@@ -382,7 +382,8 @@ class LimitedProtocol(HttpToolsProtocol):
         elif self._half_closed and self._look_for_reset():
             return
         elif self._header_bytes >= _REFUSED:
-            if now_s - self._heard_s > self.limits.linger_s:
+            answering = self._answering() and not self.cycle.disconnected
+            if not answering and now_s - self._heard_s > self.limits.linger_s:
                 self.transport.abort()
         elif self.transport.is_closing():
             return
@@ -458,14 +459,20 @@ class LimitedProtocol(HttpToolsProtocol):
         self.refuse(_no_http())
 
     def refuse(self, error: RequestError) -> None:
-        """End the connection, with an error response if the client can match it to the request."""
+        """End the connection, with an error response if the client can match it to the request.
+
+        Whole requests before it are answered first: their senders count bodies wrongly, perhaps.
+        """
         tellable = self._tellable()
         self._header_bytes, self._heard_s = _REFUSED, self.loop.time()
         if self._body_comes:
             self._let_go()
             self.cycle.body = bytearray()  # frees memory while the connection lingers
         if not tellable:
-            self.transport.close()
+            if self._answering() and not self._body_comes:
+                self.cycle.keep_alive = False
+            else:
+                self.transport.close()
             return
         if self._body_comes:
             self._abandon(self.cycle)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,16 @@ _TOO_LONG = b'{"detail": "The conversation is too long. Start a new chat."}'
 
 
 class UnixProxy:
-    """Forwards requests to a Unix socket, and streams the responses back."""
+    """Forwards requests to a Unix socket, and streams the responses back.
 
-    def __init__(self, path: Path, max_body_bytes: int) -> None:
+    While nobody listens there, `show_waiting` answers those who ask for a page.
+    """
+
+    def __init__(
+        self, path: Path, max_body_bytes: int, show_waiting: Callable[[Send], Awaitable[None]]
+    ) -> None:
         self._max_body_bytes = max_body_bytes
+        self._show_waiting = show_waiting
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         transport = httpx.AsyncHTTPTransport(uds=str(path), limits=limits)
         self._client = httpx.AsyncClient(transport=transport, timeout=None, base_url="http://ui")
@@ -51,7 +57,10 @@ class UnixProxy:
         try:
             response = await self._client.send(request, stream=True)
         except httpx.TransportError:
-            await send_error(send, ModelUnavailable("the UI is starting", retry_after_s=2.0))
+            if b"text/html" in dict(scope["headers"]).get(b"accept", b""):
+                await self._show_waiting(send)
+            else:
+                await send_error(send, ModelUnavailable("the UI is starting", retry_after_s=2.0))
             return
         await _until_gone(_relay(response, send), receive)
 

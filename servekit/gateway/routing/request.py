@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from msgspec.structs import replace
 
-from servekit.errors import RequestError
+from servekit.errors import ClientClosed, DeadlineExceeded, RequestError
 from servekit.gateway.http.internal_request import AGAIN
 from servekit.gateway.http.request_context import ORIGIN
 from servekit.gateway.routing.failures import retry_policy
@@ -26,6 +26,10 @@ from servekit.protocol.messages import (
 
 #: Marks of thoughts and tool calls in the text of an engine without token ids.
 MARKS = frozenset(tool_formats.MARKS)
+#: Characters of a prompt that count as a token while the worker has not reported the number.
+CHARS_PER_TOKEN = 4
+#: Ends of a request whose worker may have read its prompt, or a part of it.
+_BROKEN_OFF = (ClientClosed.code, DeadlineExceeded.code)
 #: Tasks that run no model.
 _COUNTING = ("tokenize", "detokenize")
 
@@ -395,12 +399,20 @@ class InflightRequest:
             return
         if not self.uses_prompt:
             self.prompt_tokens = self.cached_tokens = 0
+        elif outcome in _BROKEN_OFF and self.wire_id and not self.prompt_tokens:
+            self.prompt_tokens = self._estimate_prompt()
         for observer in self.observers:
             observer.on_ended(self, outcome, last)
         if self.caller is not None:
             self.caller.on_ended(self, outcome, last)
         if self.origin is not None:
             self.origin.on_ended(self, outcome, last)
+
+    def _estimate_prompt(self) -> int:
+        if isinstance(self.prompt, list):
+            return len(self.prompt)
+        texts = [self.prompt or "", *(message.content or "" for message in self.messages or ())]
+        return sum(map(len, texts)) // CHARS_PER_TOKEN
 
     def wake(self) -> None:
         """Tell the consumer that there is news."""

@@ -18,7 +18,7 @@ import structlog
 from servekit.errors import ModelChanged
 from servekit.gateway.api.openai.background_stream import KEPT, BackgroundStream
 from servekit.gateway.api.openai.responses import STREAMED
-from servekit.gateway.auth.authorization import ACTING
+from servekit.gateway.auth.authorization import KeyRemoved
 from servekit.gateway.http.asgi import ASGIApp
 from servekit.gateway.http.internal_request import (
     InternalAnswer,
@@ -95,8 +95,10 @@ class BackgroundRunner(LeaseRunner[HeldResponse]):
         on_body: Callable[[bytes], None] | None = None,
     ) -> InternalAnswer:
         """Run a request in the name of the response's key, unless that has no tokens left."""
-        caller = self._router.access.callers.get(response.key)
-        ACTING.set(caller)
+        try:
+            caller = self._router.access.act_for(response.key)
+        except KeyRemoved as error:
+            return refuse_internally(error)
         if caller is not None and (refused := caller.check_tokens()) is not None:
             return refuse_internally(refused)
         return await post_internally(self._app, _PATH, asked, on_body)

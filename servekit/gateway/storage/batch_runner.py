@@ -22,7 +22,7 @@ import structlog
 
 from servekit.errors import ModelNotFound
 from servekit.gateway.api.openai.response import new_id
-from servekit.gateway.auth.authorization import ACTING
+from servekit.gateway.auth.authorization import KeyRemoved
 from servekit.gateway.http.asgi import ASGIApp
 from servekit.gateway.http.internal_request import (
     InternalAnswer,
@@ -258,8 +258,10 @@ class BatchRunner(LeaseRunner[Batch]):
 
     async def _post(self, batch: Batch, line: _Line) -> InternalAnswer:
         """Send a line in the name of the batch's key, if that may send another request."""
-        caller = self._router.access.callers.get(batch.key)
-        ACTING.set(caller)
+        try:
+            caller = self._router.access.act_for(batch.key)
+        except KeyRemoved as error:
+            return refuse_internally(error)
         if caller is not None and (refused := caller.charge_request()) is not None:
             return refuse_internally(refused)
         return await post_internally(self._app, line.url, bytes(line.body))

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from servekit.errors import ClientClosed
+from servekit.errors import ClientClosed, InvalidKey
 from servekit.gateway.http.request_context import RequestContext
 from servekit.request_log import MOST_BYTES, Line, RequestRecord, make_record
 
@@ -21,6 +21,8 @@ log: Any = structlog.get_logger("servekit.gateway")
 
 #: Requests of a second that are written; further ones are only counted, as a line costs some 3 µs.
 MOST_PENDING = 1000
+#: Of these, those without a valid key: strangers must not displace what the keys' holders ask.
+MOST_STRANGERS = 20
 #: Lines of each second that are also in the gateway's log, which the supervisor shows.
 MOST_SHOWN = 20
 #: Longest path and name of a model that is written: clients choose them.
@@ -37,16 +39,18 @@ class RequestRecorder:
         self.on = False
         self.path: Path | None = None
         self._pending: list[tuple[Any, ...]] = []
-        self._lost = 0
+        self._lost = self._strangers = 0
         self._failing = False
 
     def note_request(self, path: str | bytes, status: int, origin: RequestContext) -> None:
         """Note a request whose answer has ended. Called on the hot path: no object is kept."""
         if not self.on:
             return
-        if len(self._pending) >= MOST_PENDING:
+        strange = status == InvalidKey.status
+        if len(self._pending) >= MOST_PENDING or (strange and self._strangers >= MOST_STRANGERS):
             self._lost += 1
             return
+        self._strangers += strange
         self._pending.append(
             (origin.id, path, status, origin.key, origin.began_s, monotonic(), origin.calls)
         )
@@ -67,7 +71,7 @@ class RequestRecorder:
     def flush(self) -> None:
         """Write what is pending. Blocks: call it in a thread."""
         pending, self._pending = self._pending, []
-        lost, self._lost = self._lost, 0
+        lost, self._lost, self._strangers = self._lost, 0, 0
         if not pending:
             return
         clock = time() - monotonic()

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
@@ -55,6 +55,8 @@ class Offer:
 
     tools: Mapping[str, OfferedTool] = field(default_factory=dict)  # by name
     key: str = ""  # name of the caller's key
+    #: Whether the caller may still use a server: a reload changes the rights of keys.
+    may_call: Callable[[ToolServer], bool] = lambda server: True
 
     def define(self) -> list[dict[str, Any]]:
         """Return the definitions of all tools in the form of OpenAI's API."""
@@ -63,6 +65,8 @@ class Offer:
     async def call(self, offered: OfferedTool, arguments: Mapping[str, Any]) -> Result:
         """Call a tool; a server that fails gives a result that says so."""
         name, began_s = offered.server.server.name, time.monotonic()
+        if not self.may_call(offered.server):
+            return Result(0, "The key may not use this tool any more.", is_error=True)
         try:
             result = await offered.server.call_tool(offered.tool.name, arguments)
         except ToolServerError as error:
@@ -128,7 +132,8 @@ class ToolServers:
                 f"these MCP servers have {len(pairs)} tools together; {MAX_TOOLS} are allowed:"
                 " choose fewer servers"
             )
-        return Offer(name_tools(pairs), caller.rule.name if caller else "")
+        key = caller.rule.name if caller else ""
+        return Offer(name_tools(pairs), key, partial(self._may_call, caller))
 
     async def close(self) -> None:
         """End all servers, and wait until their processes are gone."""
@@ -149,6 +154,11 @@ class ToolServers:
         if not caller.rule.admin:
             return "a server by its address needs a key with `admin: true`"
         return self._find_named(name)
+
+    def _may_call(self, caller: ApiKey | None, server: ToolServer) -> bool:
+        if caller is None or not may_use_tools(caller):
+            return False
+        return caller.rule.admin or server not in self._named.values()
 
     def _find_named(self, url: str) -> ToolServer | str:
         server = self._named.pop(url, None)

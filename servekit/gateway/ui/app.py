@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from servekit.gateway.api.admin.endpoints import Supervisor
-from servekit.gateway.http.asgi import ASGIApp, Receive, Scope, Send
+from servekit.gateway.http.asgi import ASGIApp, Receive, Scope, Send, send_json
 from servekit.gateway.http.unix_proxy import refuse_long_body
 from servekit.gateway.routing.router import Router
 from servekit.gateway.tool_servers.registry import ToolServers
@@ -39,6 +39,9 @@ SESSIONS = 1000
 #: requests of pages after which the queue is paused.
 POLL_S = 0.02
 QUIET_AFTER_S = 2.0
+#: What pages ask of Gradio's API. The rest of it stores uploads for ever, or answers for ever.
+API = "/gradio_api/"
+ASKED = {"queue/join", "queue/data", "run/predict", "cancel", "reset", "info"}
 #: Pages show the output of models. Whatever passes the sanitizer, the browser may contact no other
 #: host, and no other site may frame the page.
 POLICY = (
@@ -230,6 +233,9 @@ class Shield:
         if (elsewhere := find_redirect(scope)) is not None:
             await _send_redirect(send, elsewhere)
             return
+        if _is_unasked(scope["path"]):
+            await send_json(send, b'{"detail": "Not Found"}', 404)
+            return
         if await refuse_long_body(scope, send, self._max_body_bytes):
             return
         self._resume()
@@ -272,6 +278,12 @@ def find_redirect(scope: Scope) -> str | None:
         language = get_preferred(scope["headers"])
     there = f"{get_root(language)}/{name}"
     return None if path == there else there
+
+
+def _is_unasked(path: str) -> bool:
+    """Return whether a path is of Gradio's API, and of a part that no page uses."""
+    _, found, rest = path.partition(API)
+    return bool(found) and rest.rstrip("/") not in ASKED
 
 
 async def _send_redirect(send: Send, where: str) -> None:

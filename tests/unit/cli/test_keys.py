@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,21 @@ def test_a_link_and_the_ends_of_lines_stay(file: Path) -> None:
     assert left.count("\n") == left.count("\r\n")
     assert [path.name for path in kept.parent.iterdir()] == [kept.name]
     assert sorted(path.name for path in file.parent.iterdir()) == ["kept", file.name]
+
+
+def test_whoever_read_the_file_still_may(file: Path) -> None:
+    """As the user of a service, by its group, where root removes a key."""
+    user = 1234 if os.getuid() == 0 else os.getuid()
+    group = 4321 if os.getuid() == 0 else os.getgroups()[-1]
+    os.chown(file, user, group)
+    file.chmod(0o640)
+    before = os.umask(0o077)
+    try:
+        assert run("rm", "alice", "-c", file)[0] == 0
+    finally:
+        os.umask(before)
+    found = file.stat()
+    assert (found.st_uid, found.st_gid, found.st_mode & 0o777) == (user, group, 0o640)
 
 
 def test_the_last_key_stays(file: Path) -> None:

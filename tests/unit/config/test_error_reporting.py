@@ -191,10 +191,26 @@ def test_a_section_that_is_not_there_is_told_with_what_it_must_have(tmp_path: Pa
     assert said.startswith("server.tls.key: missing; PEM file with its private key")
 
 
-def test_a_key_itself_is_not_written_into_the_file(tmp_path: Path) -> None:
-    more = "keys: [sk-abc]\n"
-    said = told(tmp_path, "max_queue: 3", more)
-    assert said.startswith("keys[0]: is no mapping; a key itself does not stand in the file: ")
+@pytest.mark.parametrize(("more", "at"), [("[sk-abc]", "keys[0]"), ("sk-abc", "keys")])
+def test_a_key_itself_is_not_written_into_the_file(tmp_path: Path, more: str, at: str) -> None:
+    said = told(tmp_path, "max_queue: 3", f"keys: {more}\n")
+    assert said.startswith(f"{at}: is no mapping; a key itself does not stand in the file: ")
+    assert "sk-abc" not in said
+
+
+@pytest.mark.parametrize(
+    ("line", "more"),
+    [
+        ("env: TOKEN=sk-abc", ""),
+        ("env: {TOKEN: [sk-abc]}", ""),
+        ("max_queue: 3", "keys: [{name: a, environment: sk-abc}]\n"),
+        ("max_queue: 3", "server: {mcp: [{name: a, url: 'http://b/', headers: sk-abc}]}\n"),
+    ],
+)
+def test_what_may_be_a_secret_is_not_shown(tmp_path: Path, line: str, more: str) -> None:
+    said = told(tmp_path, line, more)
+    assert ": must be " in said
+    assert "sk-abc" not in said
 
 
 # ---------------------------------------------------------------- a list of problems

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from servekit.gateway.auth.api_key import CHARS_PER_TOKEN
+from servekit.gateway.routing.request import CHARS_PER_TOKEN
 from servekit.protocol.messages import ChatMessage
 
 if TYPE_CHECKING:

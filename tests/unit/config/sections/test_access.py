@@ -56,6 +56,14 @@ def test_all_there_is(tmp_path: Path) -> None:
         ({"keys": [{"name": "a b", "hash": HASH}]}, "keys[0].name: a key's name is"),
         ({"keys": [{"name": "a", "hash": HASH}] * 2}, "keys[1].name: two keys are named 'a'"),
         (
+            {"keys": [{"name": name, "hash": HASH} for name in "ab"]},
+            "keys[1].hash: the same as that of 'a'; each name needs a key of its own",
+        ),
+        (
+            {"keys": [{"name": name, "environment": "KEY"} for name in "ab"]},
+            "keys[1].environment: the same as that of 'a'",
+        ),
+        (
             {"keys": [{"name": "a", "hash": HASH, "models": ["m", "nope"]}]},
             "keys[0].models[1]: no model is called 'nope'; there are: alias, m",
         ),

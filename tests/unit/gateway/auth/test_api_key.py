@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servekit.errors import Forbidden, InvalidKey, RateLimited
+from servekit.errors import ContextLengthExceeded, Forbidden, InvalidKey, RateLimited
 from servekit.gateway.auth.api_key import FORGET_S, ApiKey, Bucket
 from servekit.gateway.auth.authorization import ACTING
 from servekit.gateway.generation.generation import Generation, GenerationRequest
@@ -104,6 +104,31 @@ async def test_to_count_tokens_costs_none(service: Service, task: str) -> None:
     assert (await asked.next_delta()).prompt_tokens == 50
     asked = InflightRequest("m", SamplingParams(), prompt=prompt, more={"task": task})
     service.router.queue_call(asked).cancel()
+    assert alice.use() is None
+
+
+async def test_a_prompt_that_was_not_read_to_its_end_is_estimated(service: Service) -> None:
+    await service.up(prompt_token_s=0.05)
+    alice = let_in(service, KeyRule("alice", digest=DIGEST, tokens_per_minute=10_000))["alice"]
+    ACTING.set(alice)
+    asked = service.router.queue_call(InflightRequest("m", SamplingParams(), prompt="x" * 400))
+    await until(lambda: asked.wire_id > 0)
+    asked.cancel()
+    assert alice.use() == KeyUse("alice", 0, 100, 0)
+    counted = service.router.measures.pop_counts()
+    assert counted is not None
+    totals = {one.metric: one.figures for one in counted.series}
+    assert totals["servekit_prompt_tokens_total"] == [100], "budgets and `servekit usage` count it"
+
+
+async def test_a_prompt_that_is_refused_costs_none(service: Service) -> None:
+    await service.up(max_context=100)
+    alice = let_in(service, KeyRule("alice", digest=DIGEST, tokens_per_minute=10_000))["alice"]
+    ACTING.set(alice)
+    asked = service.router.queue_call(InflightRequest("m", SamplingParams(), prompt="x" * 400))
+    with pytest.raises(ContextLengthExceeded):
+        await asked.next_delta()
+    assert asked.wire_id > 0, "its worker has refused it"
     assert alice.use() is None
 
 

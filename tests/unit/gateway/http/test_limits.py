@@ -520,6 +520,27 @@ async def test_pipelined_requests_are_answered_after_the_end(connect: Connect) -
     assert got.count(b"\r\n\r\n2") == 3
 
 
+@pytest.mark.parametrize("path", [b"/hot", b"/asgi", b"/slow", b"/slow_hot"])
+async def test_a_whole_request_is_answered_whatever_follows_it(
+    connect: Connect, path: bytes
+) -> None:
+    """As of a client that counts characters where its body has more bytes."""
+    asks = HEAD % path + b"content-length: 2\r\n\r\nab"
+    for count in (1, 2):
+        got = await to_the_end(connect, asks * count + b'junk"}')
+        assert got.count(b"\r\n\r\n2") == count
+
+
+@pytest.mark.parametrize("path", [b"/long", b"/long_hot"])
+async def test_bytes_that_are_no_request_do_not_cut_a_stream(connect: Connect, path: bytes) -> None:
+    reader, writer = await connect()
+    writer.write(HEAD % path + b"content-length: 2\r\n\r\nab" + b'junk"}')
+    for _ in range(3 * round(LIMITS.linger_s / LONG_STEP_S)):
+        await asyncio.wait_for(reader.readuntil(b"more "), WITHIN_S)
+    Seen.enough.set()
+    assert b"end" in await asyncio.wait_for(reader.read(), WITHIN_S)  # and then it is closed
+
+
 QUIET = [(b"/ui/quiet", b"1.1"), (b"/quiet", b"1.0"), (b"/quiet", b"1.1"), (b"/quiet_hot", b"1.1")]
 
 

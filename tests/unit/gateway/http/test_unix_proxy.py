@@ -85,8 +85,13 @@ async def server(tmp_path: Path) -> AsyncIterator[Server]:
     server.server.close()
 
 
+async def show_waiting(send: Any) -> None:
+    await send({"type": "http.response.start", "status": 503, "headers": []})
+    await send({"type": "http.response.body", "body": b"reload"})
+
+
 async def ask(server: Server, client: Client, **fields: Any) -> Client:
-    await UnixProxy(server.path, 8)(scope(**fields), client.receive, client.send)
+    await UnixProxy(server.path, 8, show_waiting)(scope(**fields), client.receive, client.send)
     return client
 
 
@@ -153,10 +158,21 @@ async def test_the_server_notices_a_client_that_leaves(server: Server) -> None:
 
 async def test_no_server_yet_is_503(tmp_path: Path) -> None:
     client = Client(b"")
-    await UnixProxy(tmp_path / "not-there.sock", 8)(scope(), client.receive, client.send)
+    await UnixProxy(tmp_path / "not-there.sock", 8, show_waiting)(
+        scope(), client.receive, client.send
+    )
     assert client.sent[0]["status"] == 503
     assert (b"retry-after", b"2") in client.sent[0]["headers"]
     assert b"the UI is starting" in client.body
+
+
+async def test_a_browser_gets_a_page_that_asks_again_while_there_is_no_server(
+    tmp_path: Path,
+) -> None:
+    client, headers = Client(b""), [(b"host", b"x"), (b"accept", b"text/html,*/*")]
+    proxy = UnixProxy(tmp_path / "not-there.sock", 8, show_waiting)
+    await proxy(scope(headers=headers), client.receive, client.send)
+    assert (client.sent[0]["status"], client.body) == (503, b"reload")
 
 
 async def test_other_protocols_are_left_alone(server: Server) -> None:

@@ -231,6 +231,21 @@ async def test_one_of_a_key_without_tokens_waits_for_them(
     assert (await scene.found())["status"] == "completed"
 
 
+async def test_what_a_key_has_asked_for_waits_while_the_file_lacks_it(scene: Scene) -> None:
+    """As where an operator replaces a key in two steps."""
+    await scene.add()
+    scene.router.access.apply_rules(
+        AccessRules(keys=(KeyRule("bob", digest=b"d"),), store_responses=RULES)
+    )
+    await scene.run()
+    assert (scene.asked, len(scene.store.put_back_s)) == ([], 1)
+    scene.allow(RULES)
+    scene.answers = [ANSWER]
+    await scene.run()
+    assert (await scene.found())["status"] == "completed"
+    assert scene.callers == ["ada"]
+
+
 async def test_those_that_are_refused_for_now_keep_no_others_waiting(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,17 @@ def test_what_is_too_much_for_a_second_is_counted(
     assert len(request_log.read_records(tmp_path)) == request_recorder.MOST_PENDING
 
 
+def test_strangers_displace_nobody(recorder: RequestRecorder, tmp_path: Path) -> None:
+    for second in range(2):
+        for _ in range(2 * request_recorder.MOST_PENDING):
+            recorder.note_request(b"/v1/completions", 401, RequestContext({}))
+        recorder.note_request(b"/v1/completions", 200, RequestContext({}))
+        recorder.flush()
+        found = [one.status for one in request_log.read_records(tmp_path)]
+        assert found.count(200) == second + 1
+        assert found.count(401) == (second + 1) * request_recorder.MOST_STRANGERS
+
+
 def test_files_are_bounded_and_the_newest_stay(
     recorder: RequestRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -137,6 +137,24 @@ async def test_an_offer_defines_its_tools_and_calls_them(servers: ToolServers) -
     assert result == Result(1, "two t0 {'at': 3}")
 
 
+@pytest.mark.parametrize(
+    ("before", "then", "name", "may"),
+    [
+        (KeyRule("k", tools=True), KeyRule("k"), "one", False),
+        (KeyRule("k", admin=True), KeyRule("k", tools=True), "one", True),
+        (KeyRule("k", admin=True), KeyRule("k", tools=True), URL, False),
+    ],
+)
+async def test_a_right_that_is_withdrawn_ends_with_the_call_under_way(
+    servers: ToolServers, before: KeyRule, then: KeyRule, name: str, may: bool
+) -> None:
+    caller = ApiKey(before, 0.0)
+    offer = await servers.open_tools([name], caller)
+    assert not (await offer.call(offer.tools["t0"], {})).is_error
+    caller.set_rule(then, 0.0)
+    assert (await offer.call(offer.tools["t0"], {})).is_error is not may
+
+
 async def test_a_server_that_fails_is_a_result_for_the_model(servers: ToolServers) -> None:
     broken = OfferedTool("t", Tool("t", "", {}), Told(server("bad", BROKEN="1")))
     offer = await servers.open_tools(["one"], TOOLS)
