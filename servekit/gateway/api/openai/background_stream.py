@@ -191,6 +191,7 @@ class BackgroundEncoder(ResponsesEncoder):
         self, request: ResponsesRequest, size_bytes: int, stream: BackgroundStream
     ) -> None:
         super().__init__(request, size_bytes)
+        self.id = stream.shown["id"]
         self._stream = stream
         self._events = stream.next
         self._repeats = bool(stream.items)

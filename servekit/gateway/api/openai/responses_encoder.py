@@ -35,6 +35,25 @@ _TEXT_EVENT = (
 )
 
 
+#: The beginnings of the ids of items.
+ITEM_IDS = {
+    "message": "msg_",
+    "reasoning": "rs_",
+    "function_call": "fc_",
+    "function_call_output": "fco_",
+}
+
+
+def item_id(response: str, kind: str, place: int) -> str:
+    """Return the id of an output item, from which `response_of` finds the response."""
+    return f"{ITEM_IDS[kind]}{response.removeprefix('resp_')}_{place:x}"
+
+
+def response_of(item: str) -> str:
+    """Return the id of the response that has an output item of this id."""
+    return f"resp_{item.partition('_')[2].rpartition('_')[0]}"
+
+
 class ResponsesEncoder(ResponseEncoder):
     """The answer to POST /v1/responses: output items, each with its events.
 
@@ -78,6 +97,10 @@ class ResponsesEncoder(ResponseEncoder):
     def _begin(self, item: Json) -> None:
         if self._output:
             self._output[-1]["status"] = "completed"
+        self._append(item)
+
+    def _append(self, item: Json) -> None:
+        item["id"] = item["id"] or item_id(self.id, item["type"], len(self._output))
         self._output.append(item)
 
     def _end(self, finish: str | None) -> None:
@@ -216,7 +239,7 @@ class ResponsesEncoder(ResponseEncoder):
             )
 
     def _add(self, item: Json) -> Iterator[bytes]:
-        self._output.append(item)
+        self._append(item)
         self._open = True
         shown = item | {"content": []} if "content" in item else item
         yield self._event(
@@ -267,7 +290,7 @@ class ResponsesEncoder(ResponseEncoder):
 def _message() -> Json:
     part: Json = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
     return {
-        "id": new_id("msg_"),
+        "id": "",
         "type": "message",
         "status": "in_progress",
         "role": "assistant",
@@ -277,7 +300,7 @@ def _message() -> Json:
 
 def _reasoning() -> Json:
     return {
-        "id": new_id("rs_"),
+        "id": "",
         "type": "reasoning",
         "status": "in_progress",
         "summary": [],
@@ -287,7 +310,7 @@ def _reasoning() -> Json:
 
 def _function_call(call_id: str, name: str) -> Json:
     return {
-        "id": new_id("fc_"),
+        "id": "",
         "type": "function_call",
         "status": "in_progress",
         "call_id": call_id,

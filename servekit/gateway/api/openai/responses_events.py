@@ -259,6 +259,13 @@ class InputItems(Struct):
     has_more: Annotated[bool, doc("Whether there are more", False)]
 
 
+class InputTokens(Struct):
+    """The answer of /v1/responses/input_tokens."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: Annotated[int, doc("Tokens of the prompt", 37)]
+
+
 class RemovedResponse(Struct):
     """A response that is no longer kept."""
 
