@@ -20,7 +20,7 @@ from servekit.gateway.api.anthropic.response_types import (
     AnthropicMessage,
     TokenCount,
 )
-from servekit.gateway.api.anthropic.tools import tool_choice, tools
+from servekit.gateway.api.anthropic.tools import choose_own_tools, tool_choice, tools
 from servekit.gateway.api.endpoint import EndpointFactory, GenerationEndpoint
 from servekit.gateway.api.openai.embeddings import EmbeddingCalls
 from servekit.gateway.api.openai.schema import decode
@@ -50,6 +50,7 @@ class Anthropic:
 
     def _parse_message(self, body: bytes, key: str) -> tuple[GenerationRequest, MessageEncoder]:
         request = decode(MessagesRequest, body)
+        request.tools = choose_own_tools(request.tools)
         talk = conversation(request)
         choice, parallel = tool_choice(request.tool_choice, request.tools)
         ask = GenerationRequest(
@@ -71,6 +72,7 @@ class Anthropic:
         self, body: bytes, key: str
     ) -> tuple[EmbeddingCalls, Callable[[list[Delta]], bytes]]:
         request = decode(CountRequest, body)
+        request.tools = choose_own_tools(request.tools)
         talk = conversation(request)
         choice, _ = tool_choice(request.tool_choice, request.tools)
         asked = GenerationRequest(
