@@ -42,6 +42,7 @@ from servekit.gateway.api.openai.schema import (
     TopLogprobs,
     TopP,
 )
+from servekit.gateway.api.tool_arguments import object_text
 from servekit.gateway.api.unknown_parameters import MOST_NAMES, UNKNOWN, clean_name
 from servekit.gateway.generation.generation import GenerationRequest
 from servekit.protocol.messages import ChatMessage, Grammar, Media, SamplingParams, ToolCall
@@ -345,15 +346,7 @@ def _goes_on(last: ChatMessage, new: ChatMessage) -> bool:
 def _call(item: Item, where: str) -> ToolCall:
     if not item.name or item.call_id is None:
         raise RequestError(f"{where}: name and call_id are required", param=where)
-    arguments = item.arguments or "{}"
-    try:
-        decoded = msgspec.json.decode(arguments)
-    except (msgspec.DecodeError, RecursionError):
-        decoded = None
-    if not isinstance(decoded, dict):
-        where = f"{where}.arguments"
-        raise RequestError(f"{where}: expected the text of a JSON object", param=where)
-    return ToolCall(item.call_id, item.name, arguments)
+    return ToolCall(item.call_id, item.name, object_text(item.arguments))
 
 
 def _message(role: str, content: str | list[Part] | None, where: str) -> ChatMessage:

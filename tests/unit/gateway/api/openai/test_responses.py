@@ -201,10 +201,6 @@ def test_parameters_become_our_own() -> None:
         ),
         ({"input": [{"type": "web_search_call"}]}, "input[0]"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0]"),
-        (
-            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}]},
-            "input[0].arguments",
-        ),
         ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0]"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
