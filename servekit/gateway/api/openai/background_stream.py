@@ -101,6 +101,7 @@ class BackgroundStream:
             case (
                 "response.output_text.delta"
                 | "response.reasoning_text.delta"
+                | "response.reasoning_summary_text.delta"
                 | "response.function_call_arguments.delta"
             ):
                 self.items[-1].pieces.append(event["delta"])

@@ -533,7 +533,7 @@ def _to_json(item: Item) -> Json:
         found["content"] = [{"type": "output_text" if speaks else "input_text"}]
         found["content"][0]["text"] = item.content
     if item.type == "reasoning":
-        found["summary"] = []
+        found.setdefault("summary", [])
     if speaks or item.type != "message":
         found["status"] = "completed"
     if speaks:

@@ -70,6 +70,7 @@ class Item(msgspec.Struct):
     this id, where `server.store_responses` keeps its response."""
     role: Annotated[Literal["system", "developer", "user", "assistant"] | None, ROLE] = None
     content: Annotated[str | list[Part] | None, CONTENT] = None
+    summary: Annotated[list[Part] | None, doc("The thoughts of reasoning without content")] = None
     id: Annotated[str, doc("The id that the item had")] | None = None
     # of function_call and function_call_output
     call_id: Annotated[str, doc("The id of the call")] | None = None
@@ -109,7 +110,8 @@ class ReasoningOptions(msgspec.Struct):
     """Options of the model's thoughts."""
 
     effort: Effort | None = None
-    summary: Annotated[str, doc("Has no effect")] | None = None
+    summary: str | None = None
+    """auto, concise or detailed: the thoughts come as `summary`, as some clients show no others."""
     generate_summary: Ignored = None
 
 
@@ -314,7 +316,9 @@ def _add(messages: list[ChatMessage], names: dict[str, str], item: Item, where: 
         role = "system" if item.role == "developer" else item.role
         _join(messages, _message(role, item.content, f"{where}.content"))
     elif item.type == "reasoning":
-        thoughts = _message("assistant", item.content or "", f"{where}.content").content
+        field = "summary" if item.summary and not item.content else "content"
+        told = getattr(item, field) or ""
+        thoughts = _message("assistant", told, f"{where}.{field}").content
         _join(messages, ChatMessage("assistant", "", reasoning=thoughts or None))
     elif item.type == "function_call_output":
         if item.call_id is None or item.output is None:
@@ -367,7 +371,7 @@ def _part(part: Part, where: str) -> str | Media:
         return read_data_uri(part.image_url, f"{where}.image_url", part.detail)
     if part.type == "input_audio":
         return read_audio(part.input_audio, f"{where}.input_audio")
-    if part.type not in ("input_text", "output_text", "text", "reasoning_text"):
+    if part.type not in ("input_text", "output_text", "text", "reasoning_text", "summary_text"):
         raise Unsupported(
             f"{where}: parts are of type input_text, input_image or input_audio, not {part.type!r}",
             param=where,

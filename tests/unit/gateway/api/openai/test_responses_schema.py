@@ -128,6 +128,10 @@ def test_thoughts_text_and_calls_of_a_turn_are_one_message() -> None:
     assert talk(thinks("hm"), says("so"), call("c1"), call("c2")) == [
         ChatMessage("assistant", "so", tool_calls=(first, second), reasoning="hm")
     ]
+    summary = [{"type": "summary_text", "text": "hm"}]
+    assert talk({"type": "reasoning", "summary": summary, "content": []}, says("so")) == [
+        ChatMessage("assistant", "so", reasoning="hm")
+    ]
     assert talk(thinks("hm"), call("c1")) == [
         ChatMessage("assistant", "", tool_calls=(first,), reasoning="hm")
     ]
