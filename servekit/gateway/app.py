@@ -77,6 +77,15 @@ log: Any = structlog.get_logger("servekit.gateway")
 
 #: The most models of a page, as Anthropic's API has it.
 _MOST_MODELS = 1000
+#: How the paths begin of clients whose base URL has "/v1" or "/api" too often, or not at all.
+_WRONG_BASES = (
+    ("/v1/v1/", "/v1/"),
+    ("/api/v1/", "/v1/"),
+    ("/v1/api/", "/api/"),
+    ("/api/api/", "/api/"),
+    ("/api/", "/v1/"),
+    ("/", "/v1/"),
+)
 _PAGE_PARAMETERS = query_parameters(
     ("limit", "The most models", {"type": "integer", "minimum": 1, "maximum": _MOST_MODELS}),
     ("after_id", "Only models after this one", {"type": "string"}),
@@ -243,7 +252,7 @@ def build_rest(
     add_administration(app, supervisor)
     docs_pages.add_manual(app)
     docs_pages.add_swagger(app)
-    _add_errors(app)
+    _add_errors(app, hot)
     describe_hot_routes(app, hot)
 
     @app.get("/version", tags=["service"], summary="servekit's version")
@@ -417,7 +426,7 @@ def _model(route: ModelQueue) -> Model:
     )
 
 
-def _add_errors(app: FastAPI) -> None:
+def _add_errors(app: FastAPI, hot: Collection[str]) -> None:
     """Answer each error in the envelope of the path's API, including FastAPI's own errors."""
 
     @app.exception_handler(ServekitError)
@@ -430,7 +439,10 @@ def _add_errors(app: FastAPI) -> None:
     async def handle_library_error(request: Request, error: HTTPException) -> Response:
         message = str(error.detail)
         if error.status_code == 404:
-            message = f"there is no {request.method} {request.url.path} here; see /docs"
+            known = {*hot, *(getattr(one, "path", "") for one in app.routes)}
+            meant = _find_meant(request.url.path, known)
+            see = f"it is {meant}: the client's base URL is wrong" if meant else "see /docs"
+            message = f"there is no {request.method} {request.url.path} here; {see}"
         elif error.status_code == 405:
             message = f"{request.url.path} does not take {request.method}; see /docs"
         body = {
@@ -445,6 +457,15 @@ def _add_errors(app: FastAPI) -> None:
         return JSONResponse(
             _in_envelope(request, body, error.status_code), error.status_code, headers
         )
+
+
+def _find_meant(path: str, known: Collection[str]) -> str:
+    """Return the path that a wrong base URL has led away from; "" if there is none."""
+    for wrong, right in _WRONG_BASES:
+        meant = right + path.removeprefix(wrong)
+        if path.startswith(wrong) and meant in known:
+            return meant
+    return ""
 
 
 def _in_envelope(request: Request, error: dict[str, Any], status: int) -> dict[str, Any]:

@@ -156,7 +156,7 @@ def test_completions_embeddings_and_what_is_refused(client: openai.OpenAI) -> No
         )
     with pytest.raises(openai.BadRequestError, match="takes text, not token ids"):
         client.completions.create(model="far", prompt=[1, 2, 3])
-    with pytest.raises(openai.BadRequestError, match="context is 8192 tokens"):
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 8192 tokens"):
         client.chat.completions.create(model="far", messages=user("x"), max_tokens=9000)
 
 

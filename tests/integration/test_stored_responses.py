@@ -16,6 +16,7 @@ from tests.api_keys import new_key
 from tests.integration.instance import Instance
 from tests.integration.test_command import numbers, odd
 from tests.integration.test_images import RED, image, text, uri
+from tests.polling import poll
 
 FIVE = numbers(5)
 (ADA, ADA_HASH), (BOB, BOB_HASH) = new_key("ada"), new_key("bob")
@@ -99,6 +100,32 @@ def test_calls_of_tools_go_on(instance: Instance, ada: openai.OpenAI) -> None:
         openai.types.responses.Response.model_validate_json(read.text)
         items = ada.responses.input_items.with_raw_response.list(response.id)
         openai.types.responses.ResponseItemList.model_validate_json(items.text)
+
+
+def test_items_are_referred_to_by_their_ids(
+    instance: Instance, ada: openai.OpenAI, bob: openai.OpenAI
+) -> None:
+    first = ada.responses.create(model="m", input="One", max_output_tokens=5)
+    later = ada.responses.create(model="m", input="Two", max_output_tokens=5, background=True)
+    done = poll("it is done", lambda: _done(ada, later.id), 60)
+    answers: Any = [
+        {"type": "item_reference", "id": one.output[0].id} for one in (first, done) if one
+    ]
+    asked: Any = [{"role": "user", "content": "Q"}, *answers, {"role": "user", "content": "Three"}]
+    ada.responses.create(model="m", input=asked, max_output_tokens=5)
+    said = [("user", "Q"), ("assistant", FIVE), ("assistant", FIVE), ("user", "Three")]
+    assert seen(instance) == said
+    with pytest.raises(openai.NotFoundError, match="send the item itself") as refused:
+        bob.responses.create(model="m", input=asked)
+    assert refused.value.param == "input[1]"
+    other: Any = [{"type": "item_reference", "id": f"{first.output[0].id}1"}]
+    with pytest.raises(openai.NotFoundError, match="no item"):
+        ada.responses.create(model="m", input=other)
+
+
+def _done(client: openai.OpenAI, id: str) -> openai.types.responses.Response | None:
+    now = client.responses.retrieve(id)
+    return now if now.status == "incomplete" else None
 
 
 def test_a_response_is_of_its_key(ada: openai.OpenAI, bob: openai.OpenAI) -> None:

@@ -53,7 +53,13 @@ OpenGeneration = Callable[[Router, GenerationRequest], Coroutine[Any, Any, Gener
 
 
 async def open_completed(router: Router, request: GenerationRequest) -> Generation:
-    """Return a `Generation`, with earlier messages read, and the images of all messages fetched.
+    """Return a `Generation` of a request that `complete_request` completes. Raises RequestError."""
+    await complete_request(router, request)
+    return await open_generation(router, request)
+
+
+async def complete_request(router: Router, request: GenerationRequest) -> None:
+    """Read the earlier messages of a request, and fetch the images of all messages.
 
     Raises RequestError, before anything is fetched if the model takes no images, or not from this
     key.
@@ -68,7 +74,6 @@ async def open_completed(router: Router, request: GenerationRequest) -> Generati
         router.access.require_model(route.status.name, base_of(route))
         router.check_media(route, list_media(request.messages))
         request.messages = await fetch_images(request.messages, rules, _name_client())
-    return await open_generation(router, request)
 
 
 def _name_client() -> str:

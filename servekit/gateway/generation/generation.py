@@ -19,7 +19,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
-from servekit.errors import ModelNotFound, RequestError, Unsupported
+from servekit.errors import ModelNotFound, Unsupported
 from servekit.gateway.api.images import list_media
 from servekit.gateway.http.request_limits import check_counts, check_free
 from servekit.gateway.routing.adapter_route import base_of
@@ -464,11 +464,6 @@ def _choose_tools(request: GenerationRequest, model: ModelStatus) -> ToolChoice:
             " one of the two",
             param=form.param,
         )
-    if choice.mode == "required" and form is not None:
-        raise RequestError(
-            f"{form.param}: a tool call is required already; leave out one of the two",
-            param=form.param,
-        )
     return choice
 
 
@@ -527,8 +522,11 @@ def _tell_engine(
 def _grammar(
     request: GenerationRequest, dialect: Dialect, choice: ToolChoice, begun: bool
 ) -> Grammar | None:
-    """Return the grammar of all the model's text: reasoning, then tool calls or an answer."""
-    grammar = request.params.grammar
+    """Return the grammar of all the model's text: reasoning, then tool calls or an answer.
+
+    A required call leaves no answer that the client's own could bind.
+    """
+    grammar = None if choice.mode == "required" else request.params.grammar
     if dialect.tools == FRAMED or not (choice.tools or grammar):
         return grammar  # a framing engine handles tools and reasoning itself
     calls = tool_grammar(dialect, choice, parallel=request.parallel, begun=begun, answer=grammar)

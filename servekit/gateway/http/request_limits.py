@@ -92,8 +92,8 @@ def check_fits(call: InflightRequest, info: ModelInfo | None) -> None:
         return
     if tokens > context:
         raise ContextLengthExceeded(
-            f"this model's context is {context} tokens; the prompt has {tokens} at the very least. "
-            "Shorten it",
+            f"this model's maximum context length is {context} tokens; the prompt has {tokens} at"
+            " the very least. Shorten it",
             param="prompt" if call.messages is None else "messages",
         )
 

@@ -18,6 +18,7 @@ import structlog
 from servekit.errors import ModelChanged
 from servekit.gateway.api.openai.background_stream import KEPT, BackgroundStream
 from servekit.gateway.api.openai.responses import STREAMED
+from servekit.gateway.api.openai.responses_encoder import item_id
 from servekit.gateway.auth.authorization import KeyRemoved
 from servekit.gateway.http.asgi import ASGIApp
 from servekit.gateway.http.internal_request import (
@@ -84,6 +85,8 @@ class BackgroundRunner(LeaseRunner[HeldResponse]):
         answer = await self._post(response, asked)
         if answer.status == 200:
             answered: Json = msgspec.json.decode(answer.body)
+            for place, item in enumerate(answered["output"]):
+                item["id"] = item_id(response.id, item["type"], place)
             await self._save(response, answered | {name: shown[name] for name in KEPT})
         elif not await self._put_back(response, answer.pause_s):
             await self._save(response, shown | {"status": "failed", "error": _error_of(answer)})

@@ -286,7 +286,9 @@ def _too_long(
         own = "" if fills else ", and its engine needs room for one more, even with max_tokens 0"
         wanted, remedy = own, "Shorten the prompt"
     return ContextLengthExceeded(
-        f"this model's context is {context} tokens; the prompt has {prompt}{wanted}. {remedy}",
+        # clients look for the words before the number
+        f"this model's maximum context length is {context} tokens; the prompt has {prompt}{wanted}."
+        f" {remedy}",
         param=_PARAMS.get(asked, "max_tokens"),
     )
 

@@ -213,6 +213,27 @@ async def test_a_wrong_page_is_refused_by_name(
             await client.models.list(extra_query=query)
 
 
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/messages", "/v1/messages"),
+        ("/v1/api/chat", "/api/chat"),
+        ("/api/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/models", "/v1/models"),
+        ("/v1/v1/nothing", ""),
+    ],
+)
+async def test_a_wrong_base_url_is_told(service: Service, path: str, meant: str) -> None:
+    async with anthropic_client(service) as client:
+        answer = await client._client.post(f"http://servekit{path}", json={})
+    assert answer.status_code == 404
+    said = f"it is {meant}: the client's base URL is wrong" if meant else "see /docs"
+    error = answer.json()["error"]
+    message = error if isinstance(error, str) else error["message"]
+    assert message == f"there is no POST {path} here; {said}"
+
+
 async def test_anthropics_client_gets_errors_of_models_in_its_format(service: Service) -> None:
     import anthropic
 

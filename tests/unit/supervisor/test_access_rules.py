@@ -118,12 +118,6 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         rules(config(KeyConfig(name="bob", file=tmp_path / "binary")), {})
 
 
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "key")
-    with pytest.raises(KeyMissing, match="is not a regular file"):
-        rules(config(KeyConfig(name="bob", file=tmp_path / "key")), {})
-
-
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
 def test_loopback_needs_no_key(host: str) -> None:
     assert refuse_public(config(host=host)) == ""

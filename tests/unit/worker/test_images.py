@@ -113,7 +113,7 @@ async def test_bad_words_hold_beside_a_grammar(eyes: Client) -> None:
             SamplingParams(max_tokens=3, truncate_prompt=4),
             "with images or recordings cannot be cut",
         ),
-        ([say("user", *[RED] * 200)], GREEDY, "this model's context is 2048 tokens; the prompt"),
+        ([say("user", *[RED] * 200)], GREEDY, "this model's maximum context length is 2048 tokens"),
         ([ChatMessage("user", "<image>", media=(RED,))], GREEDY, "a text has <image>"),
     ],
 )

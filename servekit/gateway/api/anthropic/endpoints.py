@@ -20,19 +20,16 @@ from servekit.gateway.api.anthropic.response_types import (
     AnthropicMessage,
     TokenCount,
 )
-from servekit.gateway.api.anthropic.tools import tool_choice, tools
+from servekit.gateway.api.anthropic.tools import choose_own_tools, tool_choice, tools
 from servekit.gateway.api.endpoint import EndpointFactory, GenerationEndpoint
 from servekit.gateway.api.openai.embeddings import EmbeddingCalls
 from servekit.gateway.api.openai.schema import decode
 from servekit.gateway.api.openapi.operation import Operation
+from servekit.gateway.api.token_count import queue_count
 from servekit.gateway.generation.generation import GenerationRequest
 from servekit.gateway.http.asgi import Envelope
-from servekit.gateway.http.request_limits import check_free
 from servekit.gateway.http.response import Endpoint, Handler
-from servekit.gateway.routing.preset_route import complete_chat
-from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.routing.router import Router
-from servekit.gateway.tool_parsing import check_tools, parse_tool_choice
 from servekit.protocol.messages import Delta, SamplingParams
 
 _encode = msgspec.json.Encoder().encode
@@ -53,6 +50,7 @@ class Anthropic:
 
     def _parse_message(self, body: bytes, key: str) -> tuple[GenerationRequest, MessageEncoder]:
         request = decode(MessagesRequest, body)
+        request.tools = choose_own_tools(request.tools)
         talk = conversation(request)
         choice, parallel = tool_choice(request.tool_choice, request.tools)
         ask = GenerationRequest(
@@ -74,26 +72,21 @@ class Anthropic:
         self, body: bytes, key: str
     ) -> tuple[EmbeddingCalls, Callable[[list[Delta]], bytes]]:
         request = decode(CountRequest, body)
+        request.tools = choose_own_tools(request.tools)
         talk = conversation(request)
         choice, _ = tool_choice(request.tool_choice, request.tools)
-        given = check_tools(tools(request.tools, talk.found_tools))
-        chosen = parse_tool_choice(given, choice).tools
-        route = self._router.find(request.model)
-        messages, template = complete_chat(
-            route, talk.messages, talk.template, talk.template_defaults
+        asked = GenerationRequest(
+            model=request.model,
+            params=SamplingParams(),
+            messages=talk.messages,
+            tools=tools(request.tools, talk.found_tools),
+            tool_choice=choice,
+            template=talk.template,
+            template_defaults=talk.template_defaults,
+            continues=talk.continues,
+            key=key,
         )
-        check_free([*chosen], template, None, self._router.access.rules.limits)
-        more = {
-            "task": "tokenize",
-            "template": template,
-            "continues": talk.continues,
-            "tools": [*chosen],
-        }
-        params = SamplingParams()
-        call = InflightRequest(
-            request.model, params, messages=messages, stream=False, key=key, more=more
-        )
-        return EmbeddingCalls(self._router, [call], None), _count_of
+        return queue_count(self._router, asked), _count_of
 
 
 def _count_of(answers: list[Delta]) -> bytes:

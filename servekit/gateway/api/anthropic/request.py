@@ -55,11 +55,12 @@ def _unsupported(*harmless: Any) -> Meta:
     return Meta(description="Not supported", extra_json_schema={"enum": values})
 
 
-class ImageSource(msgspec.Struct):
-    """The bytes of an image."""
+class Source(msgspec.Struct):
+    """The bytes of an image, or the text of a document."""
 
-    type: Annotated[str, doc("base64 or url")] = ""
-    data: Annotated[str, doc("A PNG, JPEG, WebP or GIF file")] = ""
+    type: Annotated[str, doc("base64 or url of an image; text or content of a document")] = ""
+    data: Annotated[str, doc("A PNG, JPEG, WebP or GIF file; the text of a document")] = ""
+    content: Annotated[str | list[Block] | None, doc("Text, or blocks of text and images")] = None
     url: Annotated[str, doc("Its address, where `server.fetch_images` allows its host")] = ""
     media_type: Annotated[str, doc("Has no effect: the file's own signature counts")] = ""
 
@@ -68,9 +69,11 @@ class Block(msgspec.Struct):
     """A block of content. Its `type` decides which of the fields it has."""
 
     type: str
-    """text, image, thinking, tool_use or tool_result, and tool_reference in its content; documents
-    are refused."""
-    source: Annotated[ImageSource | None, doc("The image")] = None
+    """text, image, document, search_result, thinking, tool_use or tool_result, and tool_reference
+    in its content; documents are text: PDF files are refused."""
+    source: Annotated[Source | str | None, doc("The image or document; whence a result is")] = None
+    title: Annotated[str, doc("The title of a document or search result")] | None = None
+    context: Annotated[str, doc("What else to know of a document")] | None = None
     text: Annotated[str, doc("The text")] | None = None
     thinking: Annotated[str, doc("The assistant's thoughts")] | None = None
     id: Annotated[str, doc("The id of the call")] = ""
@@ -295,7 +298,7 @@ def _user(blocks: list[Block], where: str, names: dict[str, str]) -> Iterator[Ch
     parts: list[str | Media] = []
     for at, block in enumerate(blocks):
         if block.type != "tool_result":
-            parts.append(_part(block, f"{where}[{at}]"))
+            parts += _parts(block, f"{where}[{at}]")
             continue
         if parts:
             yield make_message("user", parts, where)
@@ -314,12 +317,11 @@ def _result(block: Block, where: str, names: dict[str, str]) -> ChatMessage:
     content = [] if block.content is None else block.content
     parts: list[str | Media] = [content] if isinstance(content, str) else []
     if not isinstance(content, str):
-        parts += [
-            f"The tool {one.tool_name} can be called now."
-            if one.type == "tool_reference"
-            else _part(one, f"{where}.content[{at}]")
-            for at, one in enumerate(content)
-        ]
+        for at, one in enumerate(content):
+            if one.type == "tool_reference":
+                parts.append(f"The tool {one.tool_name} can be called now.")
+            else:
+                parts += _parts(one, f"{where}.content[{at}]")
     if block.is_error:  # templates have no other place for an error
         first = parts.pop(0) if parts and isinstance(parts[0], str) else ""
         parts.insert(0, f"Error: {first}")
@@ -356,13 +358,41 @@ def _text(content: str | list[Block], where: str) -> str:
     return "\n".join(_block_text(block, f"{where}[{at}]") for at, block in enumerate(content))
 
 
+def _parts(block: Block, where: str) -> list[str | Media]:
+    """Return the texts and images of a user's block; those of a document begin with its title."""
+    if block.type not in ("document", "search_result"):
+        return [_part(block, where)]
+    source, content, place = block.source, block.content, f"{where}.content"
+    about = [block.title, block.context]
+    if block.type == "search_result":
+        about = [block.title, source if isinstance(source, str) else None]
+    elif isinstance(source, Source) and source.type == "text":
+        content = source.data
+    elif isinstance(source, Source) and source.type == "content":
+        content, place = source.content, f"{where}.source.content"
+    else:
+        raise Unsupported(
+            f"{where}: a document's source is of type text or content; files such as PDF cannot be"
+            " read here, send their text",
+            param=where,
+        )
+    if content is None:
+        raise RequestError(f"{place} is required", param=place)
+    parts: list[str | Media] = [one for one in about if one]
+    if isinstance(content, str):
+        return [*parts, content]
+    return parts + [_part(one, f"{place}[{at}]") for at, one in enumerate(content)]
+
+
 def _part(block: Block, where: str) -> str | Media:
     """Return the text or the image of a user's block."""
     if block.type != "image":
         return _block_text(block, where)
-    if block.source is not None and block.source.type == "url":
+    if not isinstance(block.source, Source):
+        raise RequestError(f"{where}.source: an image needs its source", param=where)
+    if block.source.type == "url":
         return read_data_uri(block.source.url, f"{where}.source.url")
-    if block.source is None or block.source.type != "base64":
+    if block.source.type != "base64":
         raise Unsupported(f"{where}: an image's source is of type base64 or url", param=where)
     return read_base64(block.source.data, f"{where}.source.data")
 

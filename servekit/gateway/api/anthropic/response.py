@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from servekit.errors import ServekitError
+from servekit.errors import ContextLengthExceeded, ServekitError
 from servekit.gateway.api.anthropic.request import ThreadUnsupported
 from servekit.gateway.api.openai.response import new_id
 from servekit.gateway.api.tool_arguments import arguments_of
@@ -42,6 +42,8 @@ def error_object(error: ServekitError) -> dict[str, Any]:
     """Return `{"type": "error", "error": {"type", "message"}}`."""
     # the worker uses OpenAI's name of the parameter
     message = error.message.replace("response_format", "output_config.format")
+    if error.code == ContextLengthExceeded.code:  # by these words clients shorten a conversation
+        message = f"prompt is too long: {message}"
     body = error_body(error.status, message)
     if isinstance(error, ThreadUnsupported):  # by this Anthropic's SDK goes on without threads
         body["error"]["details"] = {"error_code": error.code}

@@ -10,7 +10,9 @@ import msgspec
 
 from servekit.errors import RequestError, Unsupported
 from servekit.gateway.api.fields import DESCRIPTION, doc
+from servekit.gateway.api.unknown_parameters import MOST_NAMES, UNKNOWN, clean_name
 
+_OWN = (None, "custom")
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
@@ -20,7 +22,9 @@ class Tool(msgspec.Struct):
     name: Annotated[str, doc("The name of the tool")] = ""
     description: Annotated[str, DESCRIPTION] | None = None
     input_schema: Annotated[dict[str, Any], doc("The JSON schema of the input")] | None = None
-    type: Annotated[str, doc("custom; others are refused")] | None = None
+    type: Annotated[str, doc("custom; others are left out beside these, else refused")] | None = (
+        None
+    )
     strict: Annotated[bool, doc("Enforce the schema on calls")] | None = None
     defer_loading: bool | None = None
     """true: the model sees the tool once a result has a tool_reference to it."""
@@ -33,6 +37,20 @@ class ToolChoice(msgspec.Struct):
     """`any` requires a call, `tool` a call of the named tool."""
     name: Annotated[str, doc("The name of the tool")] | None = None
     disable_parallel_tool_use: Annotated[bool, doc("true: one call at most")] | None = None
+
+
+def choose_own_tools(given: list[Tool] | None) -> list[Tool]:
+    """Return the client's own tools; Anthropic's are left out beside them, with a warning.
+
+    Agents offer all tools that they know. A request that has no other was made for Anthropic's.
+    """
+    own = [tool for tool in given or () if tool.type in _OWN]
+    if not given or len(own) == len(given) or not own or UNKNOWN.policy == "refuse":
+        return given or []
+    kinds = sorted({clean_name(tool.type or "") for tool in given if tool.type not in _OWN})
+    names = [f"tools.{kind}" for kind in kinds[:MOST_NAMES]]
+    UNKNOWN.warn(f"left out: {', '.join(names)}", names)
+    return own
 
 
 def tools(given: list[Tool] | None, found: Collection[str] = ()) -> list[dict[str, Any]]:
@@ -53,7 +71,7 @@ def tools(given: list[Tool] | None, found: Collection[str] = ()) -> list[dict[st
 
 
 def _function(tool: Tool, where: str) -> dict[str, Any]:
-    if tool.type not in (None, "custom"):
+    if tool.type not in _OWN:
         raise Unsupported(
             f"{where}: {tool.type!r} is a tool that Anthropic provides; give tools of your own,"
             " with an input_schema",

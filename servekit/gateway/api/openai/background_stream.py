@@ -101,6 +101,7 @@ class BackgroundStream:
             case (
                 "response.output_text.delta"
                 | "response.reasoning_text.delta"
+                | "response.reasoning_summary_text.delta"
                 | "response.function_call_arguments.delta"
             ):
                 self.items[-1].pieces.append(event["delta"])
@@ -191,6 +192,7 @@ class BackgroundEncoder(ResponsesEncoder):
         self, request: ResponsesRequest, size_bytes: int, stream: BackgroundStream
     ) -> None:
         super().__init__(request, size_bytes)
+        self.id = stream.shown["id"]
         self._stream = stream
         self._events = stream.next
         self._repeats = bool(stream.items)

@@ -282,7 +282,8 @@ class FileForm(FormReader):
         if self._has_file:
             raise RequestError("file: the form has several; upload each", param="file")
         self._has_file = True
-        self.name = options.get(b"filename", b"file").decode("utf-8", "replace")[:255]
+        name = options.get(b"filename", b"file").replace(b"%22", b'"')  # as HTML has it
+        self.name = name.decode("utf-8", "replace")[:255]
 
     def add_data(self, data: bytes, start: int, end: int) -> None:
         if self._part == "file":

@@ -27,6 +27,7 @@ from servekit.gateway.api.openai.schema import (
     refuse_unserved,
     unserved_fields,
 )
+from servekit.gateway.api.tool_arguments import object_text
 from servekit.gateway.tool_parsing import close_objects, without_unknown_formats
 from servekit.protocol.messages import ChatMessage, Grammar, Media, SamplingParams, ToolCall
 from servekit.protocol.types import GrammarParam
@@ -352,23 +353,15 @@ def _message(message: InMessage, at: int) -> ChatMessage:
         role,
         content or "",
         message.name,
-        tuple(_call(call, at) for call in message.tool_calls or ()),
+        tuple(_call(call) for call in message.tool_calls or ()),
         message.tool_call_id,
         message.reasoning_content or message.reasoning,
         media,
     )
 
 
-def _call(call: CalledTool, at: int) -> ToolCall:
-    where = f"messages[{at}].tool_calls"
-    arguments = call.function.arguments or "{}"
-    try:
-        decoded = msgspec.json.decode(arguments)
-    except (msgspec.DecodeError, RecursionError):
-        raise RequestError(f"{where}: the arguments are not valid JSON", param=where) from None
-    if not isinstance(decoded, dict):
-        raise RequestError(f"{where}: the arguments have to be a JSON object", param=where)
-    return ToolCall(call.id, call.function.name, arguments)
+def _call(call: CalledTool) -> ToolCall:
+    return ToolCall(call.id, call.function.name, object_text(call.function.arguments))
 
 
 def _part(part: ContentPart, where: str) -> str | Media:

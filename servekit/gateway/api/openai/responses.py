@@ -17,25 +17,36 @@ from fastapi.responses import Response as Reply
 from fastapi.responses import StreamingResponse
 
 from servekit.errors import ModelUnavailable, RequestError, Unsupported
-from servekit.gateway.api.endpoint import Answer, GenerationEndpoint, begin_stream
+from servekit.gateway.api.endpoint import Answer, GenerationEndpoint, begin_stream, complete_request
 from servekit.gateway.api.images import list_media
 from servekit.gateway.api.openai.response import new_id
-from servekit.gateway.api.openai.responses_encoder import Json, ResponsesEncoder
+from servekit.gateway.api.openai.responses_encoder import (
+    ITEM_IDS,
+    Json,
+    ResponsesEncoder,
+    response_of,
+)
 from servekit.gateway.api.openai.responses_events import (
     EVENTS,
     InputItems,
+    InputTokens,
     RemovedResponse,
     Response,
 )
 from servekit.gateway.api.openai.responses_schema import (
+    REFERENCE,
+    InputTokensRequest,
     Item,
     ResponsesRequest,
     ask_of,
+    items_of,
+    prompt_of,
     to_messages,
 )
 from servekit.gateway.api.openai.schema import decode
 from servekit.gateway.api.openapi.operation import Operation
 from servekit.gateway.api.paging import query_parameters, read_limit
+from servekit.gateway.api.token_count import queue_count
 from servekit.gateway.auth.authorization import ACTING
 from servekit.gateway.generation.generation import (
     GenerationRequest,
@@ -59,12 +70,6 @@ if TYPE_CHECKING:
     )
 
 _encode = msgspec.json.Encoder().encode
-_ITEM_IDS = {
-    "message": "msg_",
-    "reasoning": "rs_",
-    "function_call": "fc_",
-    "function_call_output": "fco_",
-}
 #: The most items of a page.
 _MOST_ITEMS = 100
 _PAGE_PARAMETERS = query_parameters(
@@ -104,7 +109,10 @@ class Responses:
         self._router = router
         self._path = path
         self.handlers: dict[str, Handler] = {
-            "/v1/responses": GenerationEndpoint(router, self._parse).start_answer
+            "/v1/responses": GenerationEndpoint(router, self._parse).start_answer,
+            "/v1/responses/input_tokens": GenerationEndpoint(
+                router, self._parse_count
+            ).start_answer,
         }
         self._wake: Callable[[], None] = lambda: None
 
@@ -153,17 +161,44 @@ class Responses:
             self._check_background(request, asked.params)
         if self._keeps and request.store is not False:
             encoder.keep = partial(self._keep, encoder, _owner())
-        if request.previous_response_id:
-            if not self._keeps:
-                raise Unsupported(
-                    "previous_response_id: no responses are kept here; send the whole conversation"
-                    " as input, or set server.store_responses",
-                    param="previous_response_id",
-                )
+        if self._refers(request):
             asked.complete = partial(self._go_on, request, encoder, _owner())
         if request.background:
             return partial(self._queue, body, request, asked, encoder, _owner())
         return asked, encoder
+
+    def _parse_count(self, body: bytes, key: str) -> Answer:
+        request = decode(InputTokensRequest, body)
+        asked = prompt_of(request, key)
+        if self._refers(request):
+            asked.complete = partial(self._go_on, request, None, _owner())
+        elif not asked.messages:
+            raise RequestError("input is required", param="input")
+        return partial(self._count, asked)
+
+    async def _count(self, asked: GenerationRequest) -> bytes:
+        await complete_request(self._router, asked)
+        [answer] = await queue_count(self._router, asked).answers()
+        return _encode(InputTokens("response.input_tokens", answer.prompt_tokens))
+
+    def _refers(self, request: InputTokensRequest) -> bool:
+        """Return whether a request goes on from what is kept here. Raises Unsupported if nothing
+        is.
+        """
+        if request.previous_response_id:
+            where, said = "previous_response_id", "the whole conversation as input"
+        else:
+            items = enumerate(items_of(request))
+            at = next((at for at, item in items if item.type == REFERENCE), None)
+            if at is None:
+                return False
+            where, said = f"input[{at}]", "the item itself (clients do with `store: false`)"
+        if not self._keeps:
+            raise Unsupported(
+                f"{where}: no responses are kept here; send {said}, or set server.store_responses",
+                param=where,
+            )
+        return True
 
     def _make_encoder(
         self, request: ResponsesRequest, asked: GenerationRequest, size_bytes: int
@@ -276,23 +311,28 @@ class Responses:
 
     async def _go_on(
         self,
-        request: ResponsesRequest,
-        encoder: ResponsesEncoder,
+        request: InputTokensRequest,
+        encoder: ResponsesEncoder | None,
         owner: str,
         asked: GenerationRequest,
     ) -> None:
-        """Put the conversation of the previous response before the input."""
-        assert request.previous_response_id is not None
-        stored = await self._find(request.previous_response_id, owner, "previous_response_id")
-        if stored.status:
-            raise NotDone(
-                "previous_response_id: this response is not done; wait for it",
-                param="previous_response_id",
+        """Put the conversation of the previous response before the input, and items in the place
+        of their references.
+        """
+        earlier: list[Item] = []
+        size_bytes = 0
+        if request.previous_response_id is not None:
+            stored = await self._find_done(
+                request.previous_response_id, owner, "previous_response_id"
             )
-        earlier = await asyncio.to_thread(_decode_conversation, stored)
-        encoder.items = [*earlier, *encoder.items]
-        encoder.size_bytes += len(stored.input) + len(stored.response)
-        asked.messages = to_messages(request.instructions, encoder.items, len(earlier))
+            earlier = await asyncio.to_thread(_decode_conversation, stored)
+            size_bytes = len(stored.input) + len(stored.response)
+        items, more_bytes = await self._replace_references(items_of(request), owner)
+        items = [*earlier, *items]
+        if encoder is not None:
+            encoder.items = items
+            encoder.size_bytes += size_bytes + more_bytes
+        asked.messages = to_messages(request.instructions, items, len(earlier))
         most = self._router.access.rules.limits.messages
         if len(asked.messages) > most:
             raise RequestError(
@@ -300,6 +340,41 @@ class Responses:
                 f" the limit of {most}; see server.limits.messages",
                 param="previous_response_id",
             )
+
+    async def _replace_references(self, items: list[Item], owner: str) -> tuple[list[Item], int]:
+        """Return the items with those of this owner that are referred to by their ids, and the
+        bytes of what was read for it.
+        """
+        found: dict[str, Item] = {}
+        read: set[str] = set()
+        size_bytes = 0
+        replaced: list[Item] = []
+        for at, item in enumerate(items):
+            if item.type != REFERENCE:
+                replaced.append(item)
+                continue
+            where = f"input[{at}]"
+            id = item.id or ""
+            if (response := response_of(id)) not in read:
+                read.add(response)
+                with contextlib.suppress(ResponseNotFound):  # it is the item that the client knows
+                    stored = await self._find_done(response, owner, where)
+                    size_bytes += len(stored.response)
+                    output = await asyncio.to_thread(_decode_output, stored)
+                    found |= {one.id: one for one in output if one.id is not None}
+            if id not in found:
+                raise ResponseNotFound(
+                    f"{where}: no item {id[:100]!r} is kept here; send the item itself",
+                    param=where,
+                )
+            replaced.append(found[id])
+        return replaced, size_bytes
+
+    async def _find_done(self, id: str, owner: str, param: str) -> StoredResponse:
+        stored = await self._find(id, owner, param)
+        if stored.status:
+            raise NotDone(f"{param}: this response is not done; wait for it", param=param)
+        return stored
 
     async def _find(self, id: str, owner: str, param: str | None = None) -> StoredResponse:
         stored: StoredResponse | None = None
@@ -429,8 +504,11 @@ def _reply(body: bytes) -> Reply:
 
 def _decode_conversation(stored: StoredResponse) -> list[Item]:
     """Return the items that led to a response, and its own."""
-    answered = msgspec.json.decode(stored.response, type=_Answered)
-    return [*msgspec.json.decode(stored.input, type=list[Item]), *answered.output]
+    return [*msgspec.json.decode(stored.input, type=list[Item]), *_decode_output(stored)]
+
+
+def _decode_output(stored: StoredResponse) -> list[Item]:
+    return msgspec.json.decode(stored.response, type=_Answered).output
 
 
 def _encode_items(items: list[Item]) -> bytes:
@@ -440,7 +518,7 @@ def _encode_items(items: list[Item]) -> bytes:
     for item in items:
         made = _to_json(item)
         if item.id is None or item.id in taken:
-            made["id"] = new_id(_ITEM_IDS.get(item.type, "item_"))
+            made["id"] = new_id(ITEM_IDS.get(item.type, "item_"))
         taken.add(made["id"])
         found.append(made)
     return _encode(found)
@@ -455,7 +533,7 @@ def _to_json(item: Item) -> Json:
         found["content"] = [{"type": "output_text" if speaks else "input_text"}]
         found["content"][0]["text"] = item.content
     if item.type == "reasoning":
-        found["summary"] = []
+        found.setdefault("summary", [])
     if speaks or item.type != "message":
         found["status"] = "completed"
     if speaks:
@@ -481,4 +559,12 @@ def _page(items: list[Json], query: Mapping[str, str]) -> InputItems:
     return InputItems("list", page, first, last, len(page) < len(items))
 
 
-OPERATIONS = (Operation("/v1/responses", "A response", ResponsesRequest, Response, EVENTS),)
+OPERATIONS = (
+    Operation("/v1/responses", "A response", ResponsesRequest, Response, EVENTS),
+    Operation(
+        "/v1/responses/input_tokens",
+        "The number of tokens of a prompt",
+        InputTokensRequest,
+        InputTokens,
+    ),
+)

@@ -35,6 +35,25 @@ _TEXT_EVENT = (
 )
 
 
+#: The beginnings of the ids of items.
+ITEM_IDS = {
+    "message": "msg_",
+    "reasoning": "rs_",
+    "function_call": "fc_",
+    "function_call_output": "fco_",
+}
+
+
+def item_id(response: str, kind: str, place: int) -> str:
+    """Return the id of an output item, from which `response_of` finds the response."""
+    return f"{ITEM_IDS[kind]}{response.removeprefix('resp_')}_{place:x}"
+
+
+def response_of(item: str) -> str:
+    """Return the id of the response that has an output item of this id."""
+    return f"resp_{item.partition('_')[2].rpartition('_')[0]}"
+
+
 class ResponsesEncoder(ResponseEncoder):
     """The answer to POST /v1/responses: output items, each with its events.
 
@@ -48,6 +67,8 @@ class ResponsesEncoder(ResponseEncoder):
         self.items = items_of(request)
         self.size_bytes = size_bytes
         self.keep: Callable[[bytes], None] | None = None
+        options = request.reasoning
+        self._summary = options.summary if options and options.summary != "none" else None
         self._created = int(time.time())
         self._output: list[Json] = []
         self._open = False  # the last item is still being written
@@ -60,8 +81,8 @@ class ResponsesEncoder(ResponseEncoder):
     def encode_response(self, generation: Generation, choices: list[Choice]) -> bytes:
         [choice] = choices
         if choice.reasoning:
-            self._begin(_reasoning())
-            self._output[-1]["content"][0]["text"] = choice.reasoning
+            self._begin(self._reasoning())
+            _part(self._output[-1])["text"] = choice.reasoning
         if choice.text or not choice.calls:
             self._begin(_message())
             part = self._output[-1]["content"][0]
@@ -78,6 +99,10 @@ class ResponsesEncoder(ResponseEncoder):
     def _begin(self, item: Json) -> None:
         if self._output:
             self._output[-1]["status"] = "completed"
+        self._append(item)
+
+    def _append(self, item: Json) -> None:
+        item["id"] = item["id"] or item_id(self.id, item["type"], len(self._output))
         self._output.append(item)
 
     def _end(self, finish: str | None) -> None:
@@ -126,7 +151,7 @@ class ResponsesEncoder(ResponseEncoder):
             "previous_response_id": request.previous_response_id,
             "reasoning": {
                 "effort": request.reasoning and request.reasoning.effort,
-                "summary": None,
+                "summary": self._summary,
             },
             "store": self.keep is not None,
             "temperature": params.temperature,
@@ -183,7 +208,8 @@ class ResponsesEncoder(ResponseEncoder):
             case Reasoning(text):
                 yield from self._turn_to("reasoning")
                 self._texts.append(text)
-                yield self._of_item("response.reasoning_text.delta", content_index=0, delta=text)
+                kind, index = self._thoughts
+                yield self._of_item(f"response.{kind}_text.delta", **index, delta=text)
             case ToolCallStart(_, id, name):
                 yield from self._close("completed")
                 yield from self._add(_function_call(id, name))
@@ -206,9 +232,9 @@ class ResponsesEncoder(ResponseEncoder):
         if self._open and self._item["type"] == kind:
             return
         yield from self._close("completed")
-        yield from self._add(_message() if kind == "message" else _reasoning())
+        yield from self._add(_message() if kind == "message" else self._reasoning())
         item = self._item
-        yield self._of_item("response.content_part.added", content_index=0, part=item["content"][0])
+        yield self._of_part("added", item)
         if kind == "message":
             where = item["id"].encode(), len(self._output) - 1
             self._before_text = (
@@ -216,9 +242,9 @@ class ResponsesEncoder(ResponseEncoder):
             )
 
     def _add(self, item: Json) -> Iterator[bytes]:
-        self._output.append(item)
+        self._append(item)
         self._open = True
-        shown = item | {"content": []} if "content" in item else item
+        shown = item | {name: [] for name in ("summary", "content") if name in item}
         yield self._event(
             "response.output_item.added", output_index=len(self._output) - 1, item=shown
         )
@@ -240,12 +266,34 @@ class ResponsesEncoder(ResponseEncoder):
         )
 
     def _close_part(self, item: Json) -> Iterator[bytes]:
-        part = item["content"][0]
+        part = _part(item)
         part["text"], self._texts = "".join(self._texts), []
-        kind = "output_text" if item["type"] == "message" else "reasoning_text"
-        more = {"logprobs": part["logprobs"]} if kind == "output_text" else {}
-        yield self._of_item(f"response.{kind}.done", content_index=0, text=part["text"], **more)
-        yield self._of_item("response.content_part.done", content_index=0, part=part)
+        kind, index = self._thoughts
+        more: Json = {}
+        if item["type"] == "message":
+            kind, index, more = "output", {"content_index": 0}, {"logprobs": part["logprobs"]}
+        yield self._of_item(f"response.{kind}_text.done", **index, text=part["text"], **more)
+        yield self._of_part("done", item)
+
+    def _of_part(self, change: str, item: Json) -> bytes:
+        if item.get("summary"):
+            name = f"response.reasoning_summary_part.{change}"
+            return self._of_item(name, summary_index=0, part=_part(item))
+        return self._of_item(f"response.content_part.{change}", content_index=0, part=_part(item))
+
+    @property
+    def _thoughts(self) -> tuple[str, Json]:
+        """The word for thoughts in the names of events, and their part's index."""
+        if self._summary is None:
+            return "reasoning", {"content_index": 0}
+        return "reasoning_summary", {"summary_index": 0}
+
+    def _reasoning(self) -> Json:
+        """Return an item for thoughts; where a summary is requested they are that."""
+        item: Json = {"id": "", "type": "reasoning", "status": "in_progress"}
+        if self._summary is not None:
+            return item | {"summary": [{"type": "summary_text", "text": ""}], "content": []}
+        return item | {"summary": [], "content": [{"type": "reasoning_text", "text": ""}]}
 
     def encode_late_error(self, error: ServekitError) -> bytes | None:
         return self._event("error", code=error.code, message=error.message, param=None)
@@ -267,7 +315,7 @@ class ResponsesEncoder(ResponseEncoder):
 def _message() -> Json:
     part: Json = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
     return {
-        "id": new_id("msg_"),
+        "id": "",
         "type": "message",
         "status": "in_progress",
         "role": "assistant",
@@ -275,19 +323,15 @@ def _message() -> Json:
     }
 
 
-def _reasoning() -> Json:
-    return {
-        "id": new_id("rs_"),
-        "type": "reasoning",
-        "status": "in_progress",
-        "summary": [],
-        "content": [{"type": "reasoning_text", "text": ""}],
-    }
+def _part(item: Json) -> Json:
+    """Return the part of a message, or of thoughts, that has the text."""
+    part: Json = (item.get("summary") or item["content"])[0]
+    return part
 
 
 def _function_call(call_id: str, name: str) -> Json:
     return {
-        "id": new_id("fc_"),
+        "id": "",
         "type": "function_call",
         "status": "in_progress",
         "call_id": call_id,

@@ -44,6 +44,12 @@ class ReasoningText(Struct, tag_field="type", tag="reasoning_text"):
     text: Thoughts
 
 
+class SummaryText(Struct, tag_field="type", tag="summary_text"):
+    """Thoughts of the model, where the request wants a summary."""
+
+    text: Thoughts
+
+
 class _Item(Struct):
     id: Annotated[str, doc("The id of the item", "msg_db8396fb0f9c5bde0e7b35f4")]
     status: Status
@@ -59,8 +65,8 @@ class OutputMessage(_Item, tag_field="type", tag="message"):
 class OutputReasoning(_Item, tag_field="type", tag="reasoning"):
     """The thoughts of a model that thinks."""
 
-    summary: Empty
-    content: Annotated[list[ReasoningText], doc("The parts of the thoughts")]
+    summary: Annotated[list[SummaryText], doc("The thoughts, if a summary is requested", [])]
+    content: Annotated[list[ReasoningText], doc("The thoughts, if none is requested")]
 
 
 class OutputCall(_Item, tag_field="type", tag="function_call"):
@@ -91,7 +97,7 @@ class ResponseReasoning(Struct):
     """The request's options of thoughts."""
 
     effort: Annotated[str | None, REQUESTED]
-    summary: Annotated[str | None, doc("Always null")]
+    summary: Annotated[str | None, REQUESTED]
 
 
 class ResponseText(Struct):
@@ -225,6 +231,31 @@ class TextDoneEvent(_PartEvent, kw_only=True):
     logprobs: Annotated[list[ChatLogprob], doc("Those of the text")] | UnsetType = UNSET
 
 
+class _SummaryEvent(_ItemEvent, kw_only=True):
+    summary_index: Annotated[int, doc("Always 0")]
+
+
+class SummaryPartEvent(_SummaryEvent, kw_only=True):
+    """The begin, or the end, of a summary."""
+
+    type: Literal["response.reasoning_summary_part.added", "response.reasoning_summary_part.done"]
+    part: Annotated[SummaryText, doc("The summary as it is now")]
+
+
+class SummaryDeltaEvent(_SummaryEvent, kw_only=True):
+    """More thoughts, as a summary."""
+
+    type: Literal["response.reasoning_summary_text.delta"]
+    delta: Annotated[str, doc("The new text")]
+
+
+class SummaryDoneEvent(_SummaryEvent, kw_only=True):
+    """The whole thoughts, as a summary."""
+
+    type: Literal["response.reasoning_summary_text.done"]
+    text: Thoughts
+
+
 class ArgumentsDeltaEvent(_ItemEvent, kw_only=True):
     """More of the arguments of a call."""
 
@@ -259,6 +290,13 @@ class InputItems(Struct):
     has_more: Annotated[bool, doc("Whether there are more", False)]
 
 
+class InputTokens(Struct):
+    """The answer of /v1/responses/input_tokens."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: Annotated[int, doc("Tokens of the prompt", 37)]
+
+
 class RemovedResponse(Struct):
     """A response that is no longer kept."""
 
@@ -275,5 +313,8 @@ EVENTS = (
     TextDoneEvent,
     ArgumentsDeltaEvent,
     ArgumentsDoneEvent,
+    SummaryPartEvent,
+    SummaryDeltaEvent,
+    SummaryDoneEvent,
     ErrorEvent,
 )

@@ -42,6 +42,7 @@ from servekit.gateway.api.openai.schema import (
     TopLogprobs,
     TopP,
 )
+from servekit.gateway.api.tool_arguments import object_text
 from servekit.gateway.api.unknown_parameters import MOST_NAMES, UNKNOWN, clean_name
 from servekit.gateway.generation.generation import GenerationRequest
 from servekit.protocol.messages import ChatMessage, Grammar, Media, SamplingParams, ToolCall
@@ -65,10 +66,12 @@ class Item(msgspec.Struct):
     """An item of the input. Its `type` decides which of the fields it has."""
 
     type: str = "message"
-    """message, reasoning, function_call or function_call_output."""
+    """message, reasoning, function_call or function_call_output; item_reference: the output item of
+    this id, where `server.store_responses` keeps its response."""
     role: Annotated[Literal["system", "developer", "user", "assistant"] | None, ROLE] = None
     content: Annotated[str | list[Part] | None, CONTENT] = None
-    id: Annotated[str, doc("The id that the item had; has no effect")] | None = None
+    summary: Annotated[list[Part] | None, doc("The thoughts of reasoning without content")] = None
+    id: Annotated[str, doc("The id that the item had")] | None = None
     # of function_call and function_call_output
     call_id: Annotated[str, doc("The id of the call")] | None = None
     name: Annotated[str, doc("The name of the function")] | None = None
@@ -107,42 +110,53 @@ class ReasoningOptions(msgspec.Struct):
     """Options of the model's thoughts."""
 
     effort: Effort | None = None
-    summary: Annotated[str, doc("Has no effect")] | None = None
+    summary: str | None = None
+    """auto, concise or detailed: the thoughts come as `summary`, as some clients show no others."""
     generate_summary: Ignored = None
 
 
-class ResponsesRequest(msgspec.Struct, kw_only=True):
-    """Body of POST /v1/responses."""
+_INPUT = doc("A text, or the items of the whole conversation so far", QUESTION)
+Items = str | Annotated[list[Item], Meta(min_length=1, max_length=4096)]
 
-    input: Annotated[
-        str | Annotated[list[Item], Meta(min_length=1, max_length=4096)],
-        doc("A text, or the items of the whole conversation so far", QUESTION),
-    ]
+
+class InputTokensRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/responses/input_tokens: what a prompt is made of."""
+
+    input: Annotated[Items | None, _INPUT] = None
     model: ModelName = ""
     instructions: Annotated[str, doc("A system message before the input")] | None = None
+    tools: Annotated[list[Function], TOOLS, Meta(max_length=1024)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: OneCall | None = None
+    text: Annotated[TextOptions | None, doc("Options of the text")] = None
+    reasoning: Annotated[ReasoningOptions | None, doc("Options of the model's thoughts")] = None
+    truncation: Literal["auto", "disabled"] | None = None
+    """Has no effect: an input that is too long is refused."""
+    previous_response_id: str | None = None
+    """A kept response that the input follows, after the conversation that led to it."""
+    # refused by name if they are set:
+    conversation: Refused = None
+    prompt: Refused = None
+
+
+class ResponsesRequest(InputTokensRequest, kw_only=True):
+    """Body of POST /v1/responses."""
+
+    input: Annotated[Items, _INPUT]
     stream: Stream | None = None
     max_output_tokens: Annotated[Count, Meta(examples=[64])] | None = None
     """Most tokens to generate, thoughts included."""
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_logprobs: TopLogprobs | None = None
-    tools: Annotated[list[Function], TOOLS, Meta(max_length=1024)] | None = None
-    tool_choice: ToolChoice | None = None
-    parallel_tool_calls: OneCall | None = None
-    text: Annotated[TextOptions | None, doc("Options of the text")] = None
-    reasoning: Annotated[ReasoningOptions | None, doc("Options of the model's thoughts")] = None
     metadata: Annotated[dict[str, str], doc("Has no effect; the response has it")] | None = None
     user: Annotated[str, doc("Has no effect")] | None = None
     prompt_cache_key: SessionKey | None = None
-    truncation: Literal["auto", "disabled"] | None = None
-    """Has no effect: an input that is too long is refused."""
     store: bool | None = None
     """false: do not keep it, where `server.store_responses` would."""
     background: bool | None = None
     """true: answer at once, and run it later, where `server.store_responses` is set. Read it by its
     id."""
-    previous_response_id: str | None = None
-    """A kept response that the input follows, after the conversation that led to it."""
     include: list[str] | None = None
     """`message.output_text.logprobs` adds log probabilities; others have no effect."""
     service_tier: Ignored = None
@@ -153,19 +167,29 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     # servekit's own:
     priority: Priority | None = None
     timeout_s: Timeout | None = None
-    # refused by name if they are set:
-    conversation: Refused = None
-    prompt: Refused = None
 
 
 STATEFUL = ("conversation", "prompt")
+#: An item that is kept here as the output of a response, by its id.
+REFERENCE = "item_reference"
 
 
 def ask_of(request: ResponsesRequest, key: str) -> GenerationRequest:
-    """Convert a body to a generation request, without the conversation before its input.
+    """Convert a body to a generation request, without what is kept here of its conversation.
 
     Raises RequestError that names the field.
     """
+    asked = prompt_of(request, key)
+    asked.params = _params(request)
+    asked.stream = bool(request.stream)
+    asked.priority = request.priority or 0
+    asked.timeout_s = request.timeout_s
+    asked.session = request.prompt_cache_key or ""
+    return asked
+
+
+def prompt_of(request: InputTokensRequest, key: str) -> GenerationRequest:
+    """Convert what a prompt is made of to a generation request. Raises RequestError."""
     for name in STATEFUL:
         if getattr(request, name):
             raise Unsupported(
@@ -173,19 +197,17 @@ def ask_of(request: ResponsesRequest, key: str) -> GenerationRequest:
             )
     if request.tools:
         request.tools = _choose_functions(request.tools)
+    items = items_of(request)
+    known = not any(item.type == REFERENCE for item in items)
     return GenerationRequest(
         model=request.model,
-        params=_params(request),
-        messages=to_messages(request.instructions, items_of(request)),
+        params=SamplingParams(),
+        messages=to_messages(request.instructions, items) if known else [],
         tools=[_tool(tool) for tool in request.tools or ()],
         tool_choice=request.tool_choice,
         parallel=request.parallel_tool_calls is not False,
         template=_template(request.reasoning),
-        stream=bool(request.stream),
         key=key,
-        priority=request.priority or 0,
-        timeout_s=request.timeout_s,
-        session=request.prompt_cache_key or "",
     )
 
 
@@ -254,8 +276,10 @@ def _tool(tool: Function) -> dict[str, Any]:
 # ---------------------------------------------------------------- the conversation
 
 
-def items_of(request: ResponsesRequest) -> list[Item]:
+def items_of(request: InputTokensRequest) -> list[Item]:
     """Return the items of the input."""
+    if request.input is None:
+        return []
     if isinstance(request.input, str):
         return [Item(role="user", content=request.input)]
     return request.input
@@ -292,7 +316,9 @@ def _add(messages: list[ChatMessage], names: dict[str, str], item: Item, where: 
         role = "system" if item.role == "developer" else item.role
         _join(messages, _message(role, item.content, f"{where}.content"))
     elif item.type == "reasoning":
-        thoughts = _message("assistant", item.content or "", f"{where}.content").content
+        field = "summary" if item.summary and not item.content else "content"
+        told = getattr(item, field) or ""
+        thoughts = _message("assistant", told, f"{where}.{field}").content
         _join(messages, ChatMessage("assistant", "", reasoning=thoughts or None))
     elif item.type == "function_call_output":
         if item.call_id is None or item.output is None:
@@ -324,15 +350,7 @@ def _goes_on(last: ChatMessage, new: ChatMessage) -> bool:
 def _call(item: Item, where: str) -> ToolCall:
     if not item.name or item.call_id is None:
         raise RequestError(f"{where}: name and call_id are required", param=where)
-    arguments = item.arguments or "{}"
-    try:
-        decoded = msgspec.json.decode(arguments)
-    except (msgspec.DecodeError, RecursionError):
-        decoded = None
-    if not isinstance(decoded, dict):
-        where = f"{where}.arguments"
-        raise RequestError(f"{where}: expected the text of a JSON object", param=where)
-    return ToolCall(item.call_id, item.name, arguments)
+    return ToolCall(item.call_id, item.name, object_text(item.arguments))
 
 
 def _message(role: str, content: str | list[Part] | None, where: str) -> ChatMessage:
@@ -353,7 +371,7 @@ def _part(part: Part, where: str) -> str | Media:
         return read_data_uri(part.image_url, f"{where}.image_url", part.detail)
     if part.type == "input_audio":
         return read_audio(part.input_audio, f"{where}.input_audio")
-    if part.type not in ("input_text", "output_text", "text", "reasoning_text"):
+    if part.type not in ("input_text", "output_text", "text", "reasoning_text", "summary_text"):
         raise Unsupported(
             f"{where}: parts are of type input_text, input_image or input_audio, not {part.type!r}",
             param=where,

@@ -12,6 +12,7 @@ from ollama import Options as OllamaOptions
 from servekit.errors import RequestError
 from servekit.gateway.api import unknown_parameters
 from servekit.gateway.api.anthropic.request import MessagesRequest
+from servekit.gateway.api.anthropic.tools import Tool, choose_own_tools
 from servekit.gateway.api.ollama.request import ChatRequest as OllamaChat
 from servekit.gateway.api.openai.responses_schema import ResponsesRequest, ask_of
 from servekit.gateway.api.openai.schema import (
@@ -179,3 +180,14 @@ def test_tools_of_openais_own_are_left_out_beside_functions(origin: RequestConte
     with pytest.raises(RequestError) as refused:
         ask_of(decode(ResponsesRequest, body.replace(b', "odd": 1', b"")), "")
     assert refused.value.param == "tools[0].type"
+
+
+def test_tools_of_anthropics_own_are_left_out_beside_others(origin: RequestContext) -> None:
+    own = Tool("f", None, {"type": "object"})
+    search, shell = Tool("s", type="web_search_20250305"), Tool("b", type="bash_20250124")
+    assert choose_own_tools([search, own, shell]) == [own]
+    assert origin.warning == b"left out: tools.bash_20250124, tools.web_search_20250305"
+    assert choose_own_tools([search]) == [search], "it is refused, for the request is for it"
+    assert choose_own_tools(None) == []
+    UNKNOWN.policy = "refuse"
+    assert choose_own_tools([search, own]) == [search, own]

@@ -181,6 +181,18 @@ async def test_its_grammar_is_the_client_s_own(far: tuple[Liar, Router]) -> None
     assert asked.body["response_format"]["json_schema"]["schema"] == {"enum": [1]}
 
 
+async def test_a_call_that_is_required_leaves_no_answer_for_a_schema(
+    far: tuple[Liar, Router],
+) -> None:
+    liar, router = far
+    call = {"index": 0, "id": "c1", "function": {"name": "pick", "arguments": '{"n": 1}'}}
+    liar.answers.append(said({"tool_calls": [call]}))
+    params = SamplingParams(grammar=Grammar("json_schema", '{"type":"null"}', "text.format"))
+    [answer] = await collect_choices(Generation(router, ask(params=params, tool_choice="required")))
+    assert [one.name for one in answer.calls] == ["pick"]
+    assert "response_format" not in liar.asked[0].body
+
+
 @pytest.mark.parametrize("reasoning", [True, False])
 async def test_no_mark_is_ever_told(far: tuple[Liar, Router], reasoning: bool) -> None:
     liar, router = far

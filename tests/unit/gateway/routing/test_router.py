@@ -879,7 +879,9 @@ async def test_what_cannot_fit_is_refused_before_it_waits(service: Service) -> N
     route.set_status(status)
     running = service.router.queue_call(ask())
     for prompt in ("é" * 3000, [1] * 1001):
-        with pytest.raises(ContextLengthExceeded, match="context is 1000 tokens") as refused:
+        with pytest.raises(
+            ContextLengthExceeded, match="maximum context length is 1000 tokens"
+        ) as refused:
             service.router.queue_call(InflightRequest("m", SamplingParams(), prompt=prompt))
         assert refused.value.param == "prompt"
     fits: list[InflightRequest] = [

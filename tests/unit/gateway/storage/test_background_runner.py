@@ -35,7 +35,8 @@ SHOWN: Json = {name: f"own {name}" for name in KEPT} | {
     "error": None,
     "output": [],
 }
-ANSWER: Json = {name: f"other {name}" for name in KEPT} | {"status": "completed", "output": ["hi"]}
+ITEM = {"type": "message", "id": "msg_r1_0"}
+ANSWER: Json = {name: f"other {name}" for name in KEPT} | {"status": "completed", "output": [ITEM]}
 DAY_S = 86400.0
 
 

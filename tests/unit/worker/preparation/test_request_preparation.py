@@ -173,7 +173,8 @@ async def test_a_prompt_far_too_long_is_refused_in_the_words_of_all_others(
     assert failure.code == "context_length_exceeded"
     assert failure.param == ("messages" if limit is None else "max_tokens")
     assert re.fullmatch(
-        rf"this model's context is {tiny.info.max_context} tokens; the prompt has more than "
+        rf"this model's maximum context length is {tiny.info.max_context} tokens;"
+        r" the prompt has more than "
         rf"[0-9]{{4,}}{'' if limit is None else ' and max_tokens is 3'}\. "
         r"Shorten the prompt or ask for fewer tokens",
         failure.message,

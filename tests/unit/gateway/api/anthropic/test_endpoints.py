@@ -225,6 +225,16 @@ async def test_refusals_have_anthropics_envelope(
     assert says in answer.json()["error"]["message"]
 
 
+async def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_know(
+    service: Service,
+) -> None:
+    async with await client(service) as http:
+        answer = await http.post("/v1/messages", json=asking("a" * 9000))
+    assert answer.status_code == 400
+    message = answer.json()["error"]["message"]
+    assert message.startswith("prompt is too long: this model's maximum context length is 8192")
+
+
 async def test_a_thread_is_refused_so_that_the_client_goes_on_without(service: Service) -> None:
     async with await client(service) as http:
         answer = await http.post("/v1/messages", json=asking("abc", thread={"type": "create"}))

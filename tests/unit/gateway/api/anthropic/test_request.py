@@ -62,6 +62,21 @@ def test_results_are_messages_in_their_places_between_the_texts() -> None:
     assert not said.continues
 
 
+def test_documents_and_search_results_are_their_text() -> None:
+    plain = {"type": "text", "media_type": "text/plain", "data": "It rains."}
+    pieces = {"type": "content", "content": [text("a"), text("b")]}
+    blocks = [
+        {"type": "document", "source": plain, "title": "Weather", "context": "of today"},
+        {"type": "document", "source": pieces, "citations": {"enabled": True}},
+        text("So?"),
+    ]
+    found = {"type": "search_result", "source": "http://a", "title": "A", "content": [text("c")]}
+    told = result("1", content=[found, {"type": "document", "source": plain | {"data": "d"}}])
+    said = talk(("user", blocks), ("assistant", [USE]), ("user", [told]))
+    assert said.messages[0] == ChatMessage("user", "Weather\nof today\nIt rains.\na\nb\nSo?")
+    assert said.messages[2].content == "A\nhttp://a\nc\nd"
+
+
 def test_a_result_that_names_tools_makes_them_known() -> None:
     found = [{"type": "tool_reference", "tool_name": "see"}, text("one")]
     said = talk(("assistant", [USE]), ("user", [result("1", content=found)]))
@@ -132,7 +147,18 @@ def test_a_schema_is_a_grammar_by_either_name(field: str) -> None:
         ([("user", [result("9")])], "no tool_use block before it has the id '9'"),
         ([("assistant", [USE])], "tool_results has to follow"),
         ([("assistant", [{"type": "tool_use", "name": "a"}])], "needs `id` and `name`"),
-        ([("user", [{"type": "document", "source": {}}])], "not 'document'"),
+        ([("user", [{"type": "document", "source": {"type": "base64"}}])], "send their text"),
+        ([("user", [{"type": "document"}])], "send their text"),
+        (
+            [("user", [{"type": "document", "source": {"type": "content"}}])],
+            "messages[0].content[0].source.content is required",
+        ),
+        ([("user", [{"type": "search_result", "source": "a"}])], "content is required"),
+        ([("user", [{"type": "image", "source": "a"}])], "an image needs its source"),
+        (
+            [("user", [{"type": "search_result", "content": [{"type": "thinking"}]}])],
+            "messages[0].content[0].content[0]: this takes text, not 'thinking'",
+        ),
         ([("user", [{"type": "text"}])], "needs `text`"),
         ([("user", [{"type": "tool_result"}])], "tool_use_id is required"),
     ],

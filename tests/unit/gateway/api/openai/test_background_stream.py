@@ -19,7 +19,11 @@ from servekit.gateway.api.openai.background_stream import (
     BackgroundStream,
 )
 from servekit.gateway.api.openai.responses_encoder import ResponsesEncoder
-from servekit.gateway.api.openai.responses_schema import ResponsesRequest, ask_of
+from servekit.gateway.api.openai.responses_schema import (
+    ReasoningOptions,
+    ResponsesRequest,
+    ask_of,
+)
 from servekit.gateway.generation.generation import GenerationChunk
 from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.storage.response_store import StreamPart
@@ -28,6 +32,7 @@ from servekit.protocol.messages import Continuation, Delta, SamplingParams
 
 Json = dict[str, Any]
 REQUEST = ResponsesRequest(input="One", stream=True, background=True)
+SUMMARISED = msgspec.structs.replace(REQUEST, reasoning=ReasoningOptions(summary="auto"))
 BEGAN = Continuation("generation", 64)
 TEXT = st.text(min_size=1, max_size=12)
 CALLS = st.tuples(st.sampled_from(["look", "find"]), st.text(max_size=12))
@@ -44,16 +49,18 @@ ANSWERS = st.lists(
 class Run:
     """A run of the response by some gateway."""
 
-    def __init__(self, stored: list[StreamPart], *, exact: bool = True) -> None:
-        self.asked = ask_of(REQUEST, "")
-        queued = ResponsesEncoder(REQUEST, 0)
+    def __init__(
+        self, stored: list[StreamPart], *, exact: bool = True, request: ResponsesRequest = REQUEST
+    ) -> None:
+        self.asked = ask_of(request, "")
+        queued = ResponsesEncoder(request, 0)
         shown = queued.encode_queued(self.asked, "m")
         self.stored = stored or [queued.encode_queue_events(shown)]
         first: Json = json.loads(self.stored[0].data.split(b"\n")[1].removeprefix(b"data: "))
         self.stream = BackgroundStream(first["response"], self.stored, exact)
         self.call = InflightRequest("m", SamplingParams())
         self.stream.resume(self.call)
-        self.encoder = BackgroundEncoder(REQUEST, 0, self.stream)
+        self.encoder = BackgroundEncoder(request, 0, self.stream)
         self.generation: Any = SimpleNamespace(
             first=self.call,
             request=self.asked,
@@ -126,16 +133,17 @@ def built(events: list[Json]) -> list[Json]:
 
 @given(ANSWERS, st.data())
 def test_the_events_of_several_runs_are_one_stream(answer: list[Any], data: st.DataObject) -> None:
+    request = data.draw(st.sampled_from([REQUEST, SUMMARISED]))
     stored: list[StreamPart] = []
     for _ in range(data.draw(st.integers(0, 3))):
-        run = Run(stored)
+        run = Run(stored, request=request)
         events = split(answer, data)
         for event in events[: data.draw(st.integers(0, len(events)))]:
             run.tell(event)
             if data.draw(st.booleans()):
                 run.store()
         stored = run.stored
-    run = Run(stored)
+    run = Run(stored, request=request)
     events = split(answer, data)
     for event in events[:-1]:
         run.tell(event)

@@ -25,6 +25,12 @@ def test_a_form_is_read_in_pieces_of_any_size(piece_bytes: int) -> None:
     assert (out.getvalue(), form.size_bytes, form.name) == (b"{}", 2, "a.jsonl")
 
 
+def test_a_quote_in_a_name_is_one_as_clients_write_it() -> None:
+    form = FileForm(b"b", io.BytesIO(), 100)
+    form.finish(PURPOSE + FILE.replace(b"a.jsonl", "ü%22 b;c.jsonl".encode()))
+    assert form.name == 'ü" b;c.jsonl'
+
+
 def field(name: str, value: str) -> bytes:
     head = f'--b\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'
     return head.encode()

@@ -232,6 +232,27 @@ def test_thoughts_have_events_of_their_own() -> None:
     assert "logprobs" not in told[3] and told[3]["text"] == "hm"
 
 
+def test_thoughts_are_the_summary_where_one_is_requested() -> None:
+    for given in ("auto", "detailed"):
+        run = Run(reasoning={"summary": given})
+        told = run.stream(*chunks(Reasoning("h"), Reasoning("m"), Text("a")))
+        assert kinds(told)[2:9] == [
+            "output_item.added", "reasoning_summary_part.added", "reasoning_summary_text.delta",
+            "reasoning_summary_text.delta", "reasoning_summary_text.done",
+            "reasoning_summary_part.done", "output_item.done",
+        ]  # fmt: skip
+        assert [one["summary_index"] for one in told[3:8]] == [0] * 5
+        assert (told[2]["item"]["summary"], told[6]["text"]) == ([], "hm")
+        assert told[4]["delta"] + told[5]["delta"] == "hm"
+        for response in (told[-1]["response"], run.whole(Choice(text="a", reasoning="hm"))):
+            thoughts = response["output"][0]
+            assert thoughts["summary"] == [{"type": "summary_text", "text": "hm"}]
+            assert thoughts["content"] == []
+            assert response["reasoning"]["summary"] == given
+    [thoughts, _] = Run(reasoning={"summary": "none"}).whole(Choice(reasoning="hm"))["output"]
+    assert (thoughts["summary"], thoughts["content"][0]["text"]) == ([], "hm")
+
+
 def test_a_stream_that_was_cut_off_is_incomplete() -> None:
     *_, item, done = Run().stream(*chunks(Reasoning("hm"), Text("a"), finish="length"))
     assert done["type"] == "response.incomplete"

@@ -204,17 +204,6 @@ def test_refusals_name_the_field(
         ({"messages": [USER], "response_format": {"type": "xml"}}, "response_format.type"),
         ({"messages": [USER], "continue_final_message": True}, "continue_final_message"),
         ({"messages": [USER], "add_generation_prompt": False}, "add_generation_prompt"),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"function": {"name": "f", "arguments": "["}}],
-                    }
-                ]
-            },
-            "messages[0].tool_calls",
-        ),
         ({"messages": [USER], "max_completion_tokens": 1, "min_tokens": 2}, "min_tokens"),
     ],
 )
