@@ -157,7 +157,7 @@ def _announce_pin(pin: Pin, path: Path) -> None:
 def _read_pin(path: Path) -> Pin | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Pin)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, ValueError):
         return None
 
 

@@ -135,6 +135,14 @@ def test_a_file_lost_from_the_cache_is_fetched_again(files: dict[str, bytes], ru
     assert (folder / "tokenizer.json").is_file()
 
 
+def test_a_garbled_pin_is_made_anew(files: dict[str, bytes], run: Resolve, tmp_path: Path) -> None:
+    with hub_server({OLD: files}, {"main": OLD}) as (url, _):
+        first, _ = run("test/tiny", url)
+        [pin] = (tmp_path / "servekit" / "models" / ".pins").iterdir()
+        pin.write_bytes(b'{"repo":"\xff"}')  # invalid UTF-8
+        assert run("test/tiny", url)[0] == first
+
+
 def test_an_incomplete_cache_is_not_served(
     files: dict[str, bytes], run: Resolve, tmp_path: Path
 ) -> None:
