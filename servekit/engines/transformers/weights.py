@@ -215,7 +215,7 @@ def read_model_type(folder: Path) -> str:
     """Return the library's name of the architecture, "" if none is stated."""
     try:
         return str(json.loads((folder / "config.json").read_text())["model_type"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ""
 
 
@@ -299,7 +299,7 @@ def _read_architectures(folder: Path) -> str:
     try:
         stated = json.loads((folder / "config.json").read_text())["architectures"]
         return ", ".join(stated) or "an unnamed architecture"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "an unnamed architecture"
 
 
