@@ -153,6 +153,10 @@ REQUIRED = (
         "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",
         ("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to"),
     ),
+    Required(
+        "vllm.v1.sample.rejection_sampler:apply_sampling_constraints",
+        ("logits", "cu_num_draft_tokens", "sampling_metadata"),
+    ),
     Required("vllm.v1.sample.metadata:SamplingMetadata", ("output_token_ids",)),
     Required("vllm.v1.worker.gpu_input_batch:InputBatch", ("req_ids",)),
     # and in the second one

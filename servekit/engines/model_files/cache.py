@@ -180,7 +180,7 @@ def _is_whole(entry: Path) -> bool:
     try:
         marker = msgspec.json.decode((entry / MARKER).read_bytes(), type=Marker)
         sizes_match = all((entry / f).stat().st_size == size for f, size in marker.files.items())
-    except (OSError, msgspec.DecodeError):
+    except (OSError, ValueError):  # msgspec raises UnicodeDecodeError, too
         return False
     return sizes_match and not any(damage(f) for f in entry.rglob("*.safetensors"))
 

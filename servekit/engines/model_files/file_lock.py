@@ -92,7 +92,7 @@ def _fresh_path(shared: Path) -> Path:
 def _read_progress(shared: Path) -> Progress | None:
     try:
         return msgspec.json.decode(shared.read_bytes(), type=Progress)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, ValueError):
         return None
 
 

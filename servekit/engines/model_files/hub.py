@@ -12,8 +12,8 @@ import errno
 import fnmatch
 import re
 import threading
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import msgspec
@@ -29,6 +29,8 @@ from servekit.protocol.messages import Progress
 log: Any = structlog.get_logger(__name__)
 
 _POLL_S = 0.2
+#: Endings of the files with weights.
+_WEIGHTS = (".safetensors", ".gguf", ctranslate2.FILE)
 _UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EPERM}
 _TEXT = (
     *("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json"),
@@ -50,6 +52,7 @@ class Pin(msgspec.Struct, frozen=True):
     revision: str
     commit: str
     files: tuple[str, ...]  # of one GGUF model: it, or all its parts in order
+    sizes: dict[str, int] = {}  # bytes of those with weights, as the hub has stated them
 
     @property
     def folder(self) -> Path:
@@ -103,9 +106,9 @@ def list_wanted(
         info = HfApi().model_info(repo, revision=wanted, files_metadata=True, timeout=timeout_s)
     except Exception as error:
         refusal = _explain_refusal(error, repo, wanted)
-        message = f"The hub cannot be reached for {repo} at {wanted}: {error}"
+        message = f"The hub cannot be reached for {repo} at {wanted}: {_find_cause(error)}"
         raise refusal or LoadError(message, permanent=False) from error
-    sizes = {s.rfilename: s.size or 0 for s in info.siblings or ()}
+    sizes = _list_sizes(info)
     files = _Hub(repo, file, False, lambda _: None).select_files(list(sizes))
     return sizes, files, str(info.sha)
 
@@ -157,7 +160,7 @@ def _announce_pin(pin: Pin, path: Path) -> None:
 def _read_pin(path: Path) -> Pin | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Pin)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, ValueError):
         return None
 
 
@@ -170,7 +173,34 @@ def _write_pin(path: Path, pin: Pin) -> None:
 
 def _is_here(pin: Pin) -> bool:
     """Return whether all pinned files are in the hub's cache."""
-    return all((pin.folder / name).is_file() for name in pin.files)
+    return all(_is_whole(pin.folder / name, pin.sizes.get(name)) for name in pin.files)
+
+
+def _is_whole(path: Path, size: int | None) -> bool:
+    """Return whether a file is there and has its size, None if that is unknown."""
+    return path.is_file() and size in (None, path.stat().st_size)
+
+
+def _remove_damaged(snapshot: Path, sizes: Mapping[str, int]) -> list[str]:
+    """Remove files of another size than the hub states, and return their names.
+
+    The library fetches no file that is there, and a crash of the machine may have shortened one.
+    """
+    there = [name for name in sizes if (snapshot / name).is_file()]
+    damaged = [name for name in there if not _is_whole(snapshot / name, sizes[name])]
+    for name in damaged:
+        path = snapshot / name
+        log.warning("hub_file_damaged", path=str(path), size_bytes=sizes[name])
+        if (blob := path.resolve()).is_relative_to(snapshot.parents[1].resolve()):
+            blob.unlink()
+        path.unlink(missing_ok=True)
+    return damaged
+
+
+def _list_sizes(info: Any) -> dict[str, int]:
+    """Return the size of each file of a repository in bytes; 0: unknown."""
+    siblings = {s.rfilename: s.size or 0 for s in info.siblings or ()}
+    return {n: size for n, size in siblings.items() if not {"..", "/"} & {*PurePosixPath(n).parts}}
 
 
 def _repo_cache(repo: str) -> Path:
@@ -206,9 +236,12 @@ class _Hub:
         from huggingface_hub import HfApi, snapshot_download
 
         info = HfApi().model_info(self._repo, revision=commitish, files_metadata=True)
-        sizes = {s.rfilename: s.size or 0 for s in info.siblings or ()}
+        sizes = _list_sizes(info)
         names = self.select_files(list(sizes))
+        # Only of weights: people edit templates and configurations in the hub's cache.
+        stated = {n: sizes[n] for n in names if sizes[n] and n.endswith(_WEIGHTS)}
         snapshot = _repo_cache(self._repo) / "snapshots" / str(info.sha)
+        _remove_damaged(snapshot, stated)
         missing = sum(sizes[n] for n in names if not (snapshot / n).is_file())
         _require_disk(missing, self._repo)
         with self._report_progress(missing):
@@ -217,7 +250,10 @@ class _Hub:
             fetched = snapshot_download(self._repo, revision=commitish, allow_patterns=names)
         if Path(fetched).name != info.sha:  # pushed to in between
             return self._download_commit(revision, Path(fetched).name)
-        return Pin(self._repo, revision, str(info.sha), tuple(names))
+        if damaged := _remove_damaged(snapshot, stated):
+            what = f"{damaged[0]} with {stated[damaged[0]]} bytes, and sent another number"
+            raise LoadError(f"The hub lists {self._repo}'s {what}.", permanent=False)
+        return Pin(self._repo, revision, str(info.sha), tuple(names), stated)
 
     def select_files(self, names: list[str]) -> list[str]:
         """Return the files needed for serving. Raises LoadError if the weights are missing."""
@@ -247,8 +283,10 @@ class _Hub:
         from huggingface_hub import constants
 
         commit = pin.commit if pin else _cached_commit(self._repo, revision)
+        sizes = pin.sizes if pin else {}
         snapshot = _repo_cache(self._repo) / "snapshots" / (commit or "none")
         names = [str(p.relative_to(snapshot)) for p in snapshot.rglob("*") if p.is_file()]
+        names = [n for n in names if _is_whole(snapshot / n, sizes.get(n))]
         try:
             files = self.select_files(names)
             self._check_snapshot(snapshot)
@@ -258,8 +296,8 @@ class _Hub:
                 message += f" Its cached quantisations: {', '.join(cached)}."
             raise LoadError(message, permanent=False) from error
         if not constants.HF_HUB_OFFLINE:
-            log.warning("hub_unreachable", repo=self._repo, reason=str(error))
-        return Pin(self._repo, revision, commit or "", tuple(files))
+            log.warning("hub_unreachable", repo=self._repo, reason=_find_cause(error))
+        return Pin(self._repo, revision, commit or "", tuple(files), sizes)
 
     @contextlib.contextmanager
     def _report_progress(self, total: int) -> Iterator[None]:
@@ -361,7 +399,18 @@ def _explain_unreachable(repo: str, revision: str, error: Exception) -> str:
     if constants.HF_HUB_OFFLINE:
         where = constants.HF_HUB_CACHE
         return f"HF_HUB_OFFLINE is set and {repo} at {revision} is not whole in {where}."
-    return f"The hub cannot be reached for {repo} at {revision}, which is not cached: {error}"
+    reason = _find_cause(error)
+    return f"The hub cannot be reached for {repo} at {revision}, which is not cached: {reason}"
+
+
+def _find_cause(error: BaseException) -> str:
+    """Return the first line of what the hub or the network has said.
+
+    The library wraps it in an error that advises to check the connection.
+    """
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _explain_refusal(error: Exception, repo: str, revision: str) -> LoadError | None:

@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import ssl
 import sys
 import sysconfig
@@ -51,6 +52,8 @@ _BASE_PACKAGES = tuple(
     for scheme in ("posix_prefix", "posix_local", "deb_system")
     if scheme in sysconfig.get_scheme_names()
 )
+#: Errors from a page that is none of an index's, or a hostile one.
+_MALFORMED = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
 #: Callback for progress: bytes done, and bytes in total (0: unknown).
 Report = Callable[[int, int], None]
 
@@ -164,7 +167,7 @@ def find_wheel(requirement: str, settings: Settings) -> Wheel:
             there += _list_wheels(page, settings, is_index=source in settings.indexes)
         except (httpx.HTTPStatusError, httpx.TooManyRedirects, _Refused) as error:
             refused.append(_describe_failure(error))
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError, OSError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, *_MALFORMED) as error:
             unreached.append(f"{without_credentials(page)}: {_describe_failure(error)}")
     of_it = [wheel for wheel in there if _is_named(wheel, name)]
     fitting = [(rank, wheel) for wheel in of_it if (rank := _rank_wheel(wheel, wanted)) is not None]
@@ -201,7 +204,10 @@ def download_wheel(wheel: Wheel, path: Path, settings: Settings, report: Report)
     """
     parts = urlsplit(wheel.url)
     if parts.scheme in ("", "file"):
-        path.write_bytes(_local_path(wheel.url).read_bytes())
+        file = _local_path(wheel.url)
+        if not file.is_file():  # a device or a FIFO would have no end
+            raise LoadError(f"{wheel.filename} cannot be fetched: {file} is no file")
+        shutil.copyfile(file, path)
     else:
         try:
             client = _make_client(wheel.url, settings)
@@ -416,18 +422,19 @@ def _explain_missing(
 
 def _make_client(url: str, settings: Settings) -> httpx.Client:
     """Create a client for the URL's host. Raises _Refused, or ValueError for invalid settings."""
-    parts = urlsplit(url)
-    host = parts.hostname or ""
-    trusted = bool({host, f"{host}:{parts.port}"} & settings.trusted)
-    if parts.scheme == "http" and not trusted and host not in _LOOPBACK:
-        raise _Refused(
-            f"{without_credentials(url)} is not encrypted; use https, or name {host} in "
-            "PIP_TRUSTED_HOST"
-        )
+    _require_encryption(url, settings)
+
+    def check_redirect(request: httpx.Request) -> None:
+        try:
+            _require_encryption(str(request.url), settings)
+        except _Refused as error:
+            raise httpx.UnsupportedProtocol(str(error), request=request) from None
+
     try:
         return httpx.Client(
-            auth=None if parts.username else _netrc_auth(),
-            verify=_tls_verification(settings, trusted=trusted),
+            auth=None if urlsplit(url).username else _netrc_auth(),
+            verify=_tls_verification(settings, trusted=_is_trusted(url, settings)),
+            event_hooks={"request": [check_redirect]},
             proxy=settings.proxy,
             timeout=httpx.Timeout(settings.timeout_s, read=settings.read_timeout_s),
             follow_redirects=True,
@@ -435,6 +442,20 @@ def _make_client(url: str, settings: Settings) -> httpx.Client:
         )
     except ImportError as error:  # a SOCKS proxy
         raise ValueError(f"the proxy needs a package that is not installed: {error}") from None
+
+
+def _require_encryption(url: str, settings: Settings) -> None:
+    host = urlsplit(url).hostname or ""
+    if urlsplit(url).scheme == "http" and not _is_trusted(url, settings) and host not in _LOOPBACK:
+        raise _Refused(
+            f"{without_credentials(url)} is not encrypted; use https, or name {host} in "
+            "PIP_TRUSTED_HOST"
+        )
+
+
+def _is_trusted(url: str, settings: Settings) -> bool:
+    parts = urlsplit(url)
+    return bool({parts.hostname or "", f"{parts.hostname}:{parts.port}"} & settings.trusted)
 
 
 def _netrc_auth() -> httpx.Auth | None:
@@ -480,7 +501,9 @@ def _fetch_file(
 ) -> None:
     last: httpx.HTTPError | None = None
     path.touch()
-    for _ in range(max(settings.retries, 0) + 1):
+    left = max(settings.retries, 0)
+    while left >= 0:
+        before = path.stat().st_size
         try:
             _fetch_rest(client, wheel, path, report)
             return
@@ -492,6 +515,8 @@ def _fetch_file(
             last = error
         except httpx.HTTPError as error:
             last = error
+        if not 0 < before < path.stat().st_size:  # a large file may break off again and again
+            left -= 1
     assert last is not None
     raise LoadError(
         f"The package index cannot be reached for {wheel.filename}: {_describe_failure(last)}",

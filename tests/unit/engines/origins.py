@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -276,11 +276,17 @@ def index_environment(url: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def hub_server(
-    commits: dict[str, dict[str, bytes]], refs: dict[str, str], *, gated: bool = False
+    commits: dict[str, dict[str, bytes]],
+    refs: dict[str, str],
+    *,
+    gated: bool = False,
+    pages: Collection[str] = (),
+    status: int = 200,
 ) -> Iterator[tuple[str, list[str]]]:
     """A hub with one model, test/tiny: files by commit, commits by branch or tag.
 
-    `refs` may be changed while it runs, as by a push.
+    `refs` may be changed while it runs, as by a push. It answers with a page instead of the files
+    `pages`, and with `status` instead of each file.
     """
 
     def answer(handler: Handler) -> None:
@@ -293,8 +299,10 @@ def hub_server(
             handler.send(403, b"{}", "application/json", **error)
         elif path.startswith("/api/"):
             _answer_api(handler, path, commits, refs)
+        elif status != 200:
+            handler.send(status, b"no", "text/plain")
         else:
-            _answer_file(handler, path, commits)
+            _answer_file(handler, path, commits, pages)
 
     with http_server(answer) as served:
         yield served
@@ -321,13 +329,16 @@ def _answer_api(
     handler.send(200, json.dumps(listing).encode(), "application/json")
 
 
-def _answer_file(handler: Handler, path: str, commits: dict[str, dict[str, bytes]]) -> None:
+def _answer_file(
+    handler: Handler, path: str, commits: dict[str, dict[str, bytes]], pages: Collection[str]
+) -> None:
     commit, _, name = path.removeprefix("/test/tiny/resolve/").partition("/")
     content = commits.get(commit, {}).get(name)
     if content is None:
         handler.send(404, b"", "text/plain", X_Error_Code="EntryNotFound")
         return
     etag = f'"{hashlib.sha1(content).hexdigest()}"'
+    content = b"<html>log in</html>" if name in pages else content
     handler.send(200, content, "application/octet-stream", ETag=etag, X_Repo_Commit=commit)
 
 

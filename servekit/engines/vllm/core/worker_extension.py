@@ -108,9 +108,20 @@ def keep_seeds(sampler: Any) -> None:
 def expand_to_drafts() -> None:
     """Make the sampler of drafts on a CPU use each request's temperature, top-k and top-p.
 
-    vLLM's function for CPUs writes them into a copy, and leaves uninitialised memory.
+    vLLM's function for CPUs writes them into a copy, and leaves uninitialised memory. In a step
+    without drafts it looks for the largest top-k of none, and the error loses all requests.
     """
     from vllm.v1.sample import rejection_sampler
+
+    constrain = rejection_sampler.apply_sampling_constraints
+
+    def apply_sampling_constraints(
+        logits: torch.Tensor, cu_num_draft_tokens: torch.Tensor, sampling_metadata: Any
+    ) -> torch.Tensor:
+        if not len(logits):
+            return logits
+        constrained: torch.Tensor = constrain(logits, cu_num_draft_tokens, sampling_metadata)
+        return constrained
 
     def expand_batch_to_tokens(
         x: torch.Tensor,
@@ -123,6 +134,7 @@ def expand_to_drafts() -> None:
         values = x.masked_fill(x == replace_from, replace_to)
         return values.repeat_interleave(lengths, output_size=num_tokens)
 
+    rejection_sampler.apply_sampling_constraints = apply_sampling_constraints
     rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
 
 

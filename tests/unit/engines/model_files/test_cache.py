@@ -78,7 +78,7 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path, error: BaseException) -> 
     cache.obtain(KEY, build, ignore, phase="fetch")
 
 
-@pytest.mark.parametrize("spoil", ["shorten", "remove", "unmark", "garble the marker"])
+@pytest.mark.parametrize("spoil", ["shorten", "remove", "unmark", "garble", "no UTF-8"])
 def test_a_damaged_entry_is_made_again(tmp_path: Path, spoil: str) -> None:
     cache = Cache(tmp_path)
     entry = cache.obtain(KEY, build, ignore, phase="fetch")
@@ -89,12 +89,19 @@ def test_a_damaged_entry_is_made_again(tmp_path: Path, spoil: str) -> None:
             (entry / "sub" / "file").unlink()
         case "unmark":
             (entry / MARKER).unlink()
-        case _:
+        case "garble":
             (entry / MARKER).write_text("{")
+        case _:
+            (entry / MARKER).write_bytes(b'{"identity":["\xff"],"files":{}}')
     assert cache.find(KEY) is None
     assert cache.obtain(KEY, build, ignore, phase="fetch") == entry
     assert (entry / "sub" / "file").read_text() == "content"
     assert names(cache) == [entry.name]
+
+
+def test_progress_that_is_no_text_is_none(tmp_path: Path) -> None:
+    (tmp_path / "garbled").write_bytes(b'{"phase":"\xff"}')
+    assert file_lock._read_progress(tmp_path / "garbled") is None
 
 
 def test_what_dead_owners_left_is_swept_and_what_living_ones_build_is_not(tmp_path: Path) -> None:

@@ -135,6 +135,60 @@ def test_a_file_lost_from_the_cache_is_fetched_again(files: dict[str, bytes], ru
     assert (folder / "tokenizer.json").is_file()
 
 
+@pytest.mark.parametrize("path", ["test/tiny", "test/tiny/tiny.gguf"])
+def test_a_file_that_a_crash_has_shortened_is_fetched_again(
+    files: dict[str, bytes], run: Resolve, path: str
+) -> None:
+    kind: Literal["folder", "file"] = "folder" if path == "test/tiny" else "file"
+    with hub_server({OLD: files}, {"main": OLD}) as (url, _):
+        found, _ = run(path, url, kind=kind)
+        name = "model.safetensors" if kind == "folder" else "tiny.gguf"
+        file = Path(found["path"]) / name if kind == "folder" else Path(found["path"])
+        file.write_bytes(b"")
+        lost, _ = run(path, NOWHERE, kind=kind)
+        again, logged = run(path, url, kind=kind)
+    assert not lost["permanent"]
+    assert again == found and file.read_bytes() == files[name]
+    assert "hub_file_damaged" in logged
+
+
+def test_a_file_of_another_size_than_the_listed_one_is_not_kept(
+    files: dict[str, bytes], run: Resolve, tmp_path: Path
+) -> None:
+    """As from a proxy that answers with its own page."""
+    with hub_server({OLD: files}, {"main": OLD}, pages={"model.safetensors"}) as (url, _):
+        found, _ = run("test/tiny", url)
+    assert "The hub lists test/tiny's model.safetensors with " in found["error"]
+    assert not found["permanent"]
+    assert not list((tmp_path / "hf").rglob("model.safetensors"))
+
+
+def test_an_edited_template_is_kept(files: dict[str, bytes], run: Resolve) -> None:
+    with hub_server({OLD: files}, {"main": OLD}) as (url, _):
+        template = Path(run("test/tiny", url)[0]["path"]) / "chat_template.jinja"
+        template.write_text("mine")
+        (template.parent / "tokenizer.json").unlink()
+        run("test/tiny", url)
+    assert (template.parent / "tokenizer.json").is_file() and template.read_text() == "mine"
+
+
+def test_a_hub_that_asks_for_patience_is_told_as_such(
+    files: dict[str, bytes], run: Resolve
+) -> None:
+    with hub_server({OLD: files}, {"main": OLD}, status=403) as (url, _):
+        found, _ = run("test/tiny", url)
+    assert "403 Forbidden" in found["error"] and "\n" not in found["error"]
+    assert not found["permanent"]
+
+
+def test_a_garbled_pin_is_made_anew(files: dict[str, bytes], run: Resolve, tmp_path: Path) -> None:
+    with hub_server({OLD: files}, {"main": OLD}) as (url, _):
+        first, _ = run("test/tiny", url)
+        [pin] = (tmp_path / "servekit" / "models" / ".pins").iterdir()
+        pin.write_bytes(b'{"repo":"\xff"}')  # invalid UTF-8
+        assert run("test/tiny", url)[0] == first
+
+
 def test_an_incomplete_cache_is_not_served(
     files: dict[str, bytes], run: Resolve, tmp_path: Path
 ) -> None:

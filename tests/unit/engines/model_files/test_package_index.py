@@ -9,6 +9,7 @@ import json
 import os
 import zipfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -227,7 +228,15 @@ def test_an_index_that_fails_is_asked_again_and_then_later(tmp_path: Path, code:
     assert len(asked) == 3
 
 
-@pytest.mark.parametrize("page", [b"{}", b"[1]", b"nonsense", b'{"files": [1, {"url": 2}]}'])
+@pytest.mark.parametrize(
+    "page",
+    [
+        *(b"{}", b"[1]", b"nonsense", b'{"files": [1, {"url": 2}]}', b"[" * 100_000),
+        *(b'{"files": [{"filename": "a.whl"}]}', json.dumps({"files": [entry(size=[1])]}).encode()),
+        json.dumps({"files": [entry(hashes=["x"])]}).encode(),
+        json.dumps({"files": [entry(size=float("inf"))]}).encode(),
+    ],
+)
 def test_nonsense_is_no_page(tmp_path: Path, page: bytes) -> None:
     with http_server(lambda handler: handler.send(200, page, JSON)) as (url, _):
         assert "tiny-model==1.0" in failed(Settings((f"{url}/simple",)), tmp_path).message
@@ -254,6 +263,37 @@ def test_what_breaks_off_is_taken_up_where_it_was(tmp_path: Path) -> None:
     with serving(files, halves) as (settings, _):
         assert fetched(settings, tmp_path) == CONTENT
     assert len(ranges) == 2 and 0 < int(ranges[1]) <= 640_000
+
+
+def test_a_large_file_may_break_off_more_often_than_it_may_fail(tmp_path: Path) -> None:
+    def pieces(handler: Handler) -> None:
+        at = int(handler.headers.get("Range", "bytes=0-").removeprefix("bytes=")[:-1])
+        handler.send_response(206 if at else 200)
+        handler.send_header("Content-Length", str(len(CONTENT) - at))
+        handler.end_headers()
+        handler.wfile.write(CONTENT[at : at + 200_000])
+        handler.close_connection = True
+
+    with serving([entry(hashes={"sha256": SHA256})], pieces) as (settings, asked):
+        assert fetched(settings, tmp_path) == CONTENT
+    assert len(asked) == 1 + 7 and settings.retries == 2
+
+
+def test_what_an_index_names_on_this_machine_has_to_be_a_file(tmp_path: Path) -> None:
+    with serving([entry(url="file:///dev/zero")]) as (settings, _):
+        error = failed(settings, tmp_path)
+    assert "/dev/zero is no file" in error.message
+
+
+def test_nobody_is_led_to_where_nothing_is_encrypted(tmp_path: Path) -> None:
+    def lead(handler: Handler) -> None:
+        handler.send(302, b"", "text/plain", Location="http://wheels.invalid/x")
+
+    with serving([entry()], lead) as (settings, _):
+        error = failed(settings, tmp_path)
+        assert "http://wheels.invalid/x is not encrypted; use https" in error.message
+        trusting = replace(settings, trusted=frozenset({"wheels.invalid"}))
+        assert "not encrypted" not in failed(trusting, tmp_path).message
 
 
 def test_what_breaks_off_for_ever_is_told(tmp_path: Path) -> None:

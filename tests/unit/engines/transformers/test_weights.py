@@ -88,7 +88,8 @@ def test_errors_of_ours_stay_as_they_are(tmp_path: Path) -> None:
 
 
 def test_files_without_names_are_told_so(tmp_path: Path) -> None:
-    for content in (None, "{", "[]", '{"architectures": []}', '{"architectures": null}'):
+    nested = '{"a":' * 100_000
+    for content in (None, "{", "[]", '{"architectures": []}', '{"architectures": null}', nested):
         if content is not None:
             (tmp_path / "config.json").write_text(content)
         assert weights._read_architectures(tmp_path) == "an unnamed architecture"

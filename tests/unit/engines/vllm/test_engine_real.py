@@ -226,6 +226,8 @@ def test_penalties_count_what_another_worker_said_beside_drafts(folder: Path) ->
         assert len(set(whole)) < 120, "tokens come again"
         jobs = {at: one.submit(PROMPTS[4], whole[:at], **asked) for at in (1, 40, 150)}
         assert {at: one.tokens(job) for at, job in jobs.items()} == {at: whole[at:] for at in jobs}
+        # a step without drafts, which the first one is
+        assert len(one.generate([7, 8], max_tokens=4, temperature=1.0, top_k=5)) <= 4
     finally:
         one.close()
 

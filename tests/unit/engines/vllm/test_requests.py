@@ -48,6 +48,12 @@ def test_what_is_cold_enough_is_greedy() -> None:
     assert asked(temperature=1e-7)["temperature"] == 0.0
 
 
+def test_a_top_p_of_zero_leaves_the_best_token() -> None:
+    """vLLM refuses it, and takes what is above."""
+    assert 0 < asked(top_p=0.0)["top_p"] <= 1e-6
+    assert (asked(top_p=0.5)["top_p"], asked()["top_p"]) == (0.5, 1.0)
+
+
 def test_all_ends_but_the_first_are_stop_tokens_and_none_where_they_are_ignored() -> None:
     assert asked()["stop_token_ids"] == [3]
     assert "stop_token_ids" not in asked(ignore_eos=True)

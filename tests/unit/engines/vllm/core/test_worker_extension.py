@@ -137,8 +137,8 @@ def test_drafts_are_sampled_by_the_settings_of_their_request(
 
     from servekit.engines.vllm.core.worker_extension import expand_to_drafts
 
-    before = rejection_sampler.expand_batch_to_tokens
-    monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", before)
+    for name in ("expand_batch_to_tokens", "apply_sampling_constraints"):
+        monkeypatch.setattr(rejection_sampler, name, getattr(rejection_sampler, name))
     expand_to_drafts()
     ends = torch.tensor([2, 2, 5], dtype=torch.int32)
     greedy, logits = torch.tensor([0.0, 0.3, 0.5]), torch.arange(20.0).reshape(5, 4)
@@ -152,6 +152,11 @@ def test_drafts_are_sampled_by_the_settings_of_their_request(
     assert torch.equal(seen[:2], logits[:2])
     assert torch.equal(seen[2:, 2:], logits[2:, 2:] / 0.5)
     assert seen[2:, :2].isneginf().all()
+    settings.top_p = None
+    none = rejection_sampler.apply_sampling_constraints(
+        logits[:0], torch.zeros_like(ends), settings
+    )
+    assert none.shape == (0, 4)
 
 
 def test_an_adapter_leaves_rows_of_the_base_alone(monkeypatch: pytest.MonkeyPatch) -> None:
