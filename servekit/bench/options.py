@@ -205,7 +205,7 @@ def make_asking(
         prefixes=prefixes,
         ignore_eos=ignore_eos,
         extra=_parse_extra(extra),
-        dataset=None if dataset is None else str(dataset.absolute()),
+        dataset=None if dataset is None else str(dataset.resolve()),
     )
     _check_turns(found)
     if dataset is not None:

@@ -12,6 +12,7 @@ import msgspec
 
 from servekit.bench.client.client_protocol import ClientLoad, FromClient, Go, Ready
 from servekit.bench.load_generator import Driver
+from servekit.system.rlimits import raise_file_limit
 
 _REPORT_EVERY_S = 0.1
 #: Maximum length of a line: the report of a very busy tenth of a second.
@@ -20,6 +21,7 @@ LONGEST_LINE_BYTES = 256 * 2**20
 
 def run_client_process() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    raise_file_limit()  # each user is a connection
     gc.freeze()
     gc.set_threshold(50_000, 50, 50)  # the hot path makes no cycles
     with asyncio.Runner(loop_factory=_new_loop) as runner:

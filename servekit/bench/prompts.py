@@ -40,6 +40,8 @@ class DatasetLine(msgspec.Struct, frozen=True):
 
 def read_dataset(path: Path, api: Api) -> list[DatasetLine]:
     """Return the lines of a JSONL file; raises ConfigError with the line's number."""
+    if path.exists() and not path.is_file():  # each client process reads it again
+        raise ConfigError(f"--dataset {path} is not a regular file, which can be read twice")
     try:
         texts = path.read_bytes().splitlines()
     except OSError as error:
@@ -55,7 +57,7 @@ def read_dataset(path: Path, api: Api) -> list[DatasetLine]:
 def _parse_line(where: str, text: bytes, api: Api) -> DatasetLine:
     try:
         found = msgspec.json.decode(text, type=DatasetLine | str)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where}: {error}") from None
     line = DatasetLine(prompt=found) if isinstance(found, str) else found
     if (line.prompt is None) == (line.messages is None):

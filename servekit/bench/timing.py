@@ -27,7 +27,7 @@ class Timing:
             e2e_s,
             record.first - record.began,
             speaking_s / (record.chunks - 1) if record.chunks > 1 else None,
-            speaking_s / (tokens - 1) if tokens > 1 else None,
+            speaking_s / (tokens - 1) if tokens > 1 and record.chunks > 1 else None,
         )
 
 

@@ -83,6 +83,7 @@ class Tally:
     answered: int = 0
     failed: int = 0
     wrong: int = 0  # answers that differ from the baseline
+    unsure: int = 0  # answers that have no sure baseline
     kinds: Counter[str] = field(default_factory=Counter)  # "missing", "repeated", "usage", …
     failures: Counter[str] = field(default_factory=Counter)
     took_s: list[float] = field(default_factory=list)
@@ -99,6 +100,8 @@ class Tally:
         self.ended_s.append(answer.ended_s)
         if known.sure:
             self._compare(known.answer, answer)
+        else:
+            self.unsure += 1
 
     def _compare(self, expected: ChatAnswer, got: ChatAnswer) -> None:
         if kind := classify_difference(expected.text, got.text):

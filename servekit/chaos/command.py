@@ -16,6 +16,7 @@ from rich.text import Text
 from servekit.chaos.result import ExperimentResult
 from servekit.chaos.run import RunOptions, run_experiments
 from servekit.chaos.target import Target
+from servekit.errors import ServekitError
 from servekit.units import format_latency
 
 _COLOURS = {"kept": "green", "broken": "bold red", "skipped": "dim"}
@@ -76,9 +77,15 @@ async def _run_experiments(
     target = await Target.find_target(url, run_dir, model)
     findings = []
     console = Console(stderr=True, highlight=False, markup=False)
-    async for finding in run_experiments(target, options):
-        console.print(f"{finding.experiment}: {finding.verdict}")
-        findings.append(finding)
+    try:
+        async for finding in run_experiments(target, options):
+            console.print(f"{finding.experiment}: {finding.verdict}")
+            findings.append(finding)
+    except ServekitError as error:
+        if not findings:
+            raise
+        # what the experiments before have found says why
+        findings.append(ExperimentResult("the rest", "", "broken", detail=error.message))
     return findings
 
 

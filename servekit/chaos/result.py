@@ -87,6 +87,11 @@ class Judge:
         """Promise that every request was answered, with its baseline answer."""
         self.promise(tally.clean, tally.complaints())
         self.promise(tally.answered > 0, "no request was answered")
+        if tally.unsure:
+            self.notes.append(
+                f"the text of {tally.unsure} answers was not checked: to their questions, a stream "
+                "and a whole answer differ without a fault, too"
+            )
 
     def expect_within(self, what: str, took_s: float | None, limit_s: float) -> None:
         took = "never" if took_s is None else f"{took_s:.2f} s"

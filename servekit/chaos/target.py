@@ -41,7 +41,8 @@ class Target:
     async def find_target(cls, url: str, run_dir: Path, model: str | None) -> Target:
         """Return the target. Raises StartError unless `url` is the user's instance of `run_dir`.
 
-        Also for one that speaks HTTPS, as the measuring client does not.
+        Also for one that speaks HTTPS, as the measuring client does not, and one with processes on
+        other machines: here their PIDs are those of others.
         """
         record = read_record(run_dir)
         status = await _read_status(run_dir)
@@ -59,6 +60,11 @@ class Target:
             )
         if not _is_ours(status.pid):
             raise StartError(f"the instance of {run_dir} is not yours")
+        if _is_remote(status):
+            raise StartError(
+                f"processes of the instance in {run_dir} run in a Ray cluster, and chaos sends "
+                "signals on this machine only: start one without `launcher: ray`"
+            )
         names = [found.name for found in status.models]
         if model is not None and model not in names:
             raise ConfigError(f"there is no model {model!r}; there are: {', '.join(names)}")
@@ -184,6 +190,13 @@ def describe_lacking(status: Status) -> str:
 
 async def _read_status(run_dir: Path) -> Status:
     return await request_answer(run_dir, GetStatus(), Status)
+
+
+def _is_remote(status: Status) -> bool:
+    replicas = (replica for model in status.models for replica in model.replicas)
+    return any(replica.socket.startswith("tcp:") for replica in replicas) or any(
+        gateway.node for gateway in status.gateways
+    )
 
 
 def _is_ours(pid: int) -> bool:

@@ -94,8 +94,11 @@ def check_disk(what: str, path: Path, least_bytes: int) -> Finding:
     there = next(folder for folder in (path, *path.parents) if os.path.exists(folder))  # noqa: PTH110
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         return Finding("disk", "error", f"the {what} {path} cannot be written; choose another")
-    free = shutil.disk_usage(there).free
+    disk = os.statvfs(there)
+    free = disk.f_bavail * disk.f_frsize
     said = f"{format_bytes(free)} free for the {what} {path}"
-    if free < least_bytes:
-        return Finding("disk", "warning", f"{said}; free some space there, or choose another")
-    return Finding("disk", "ok", said)
+    if disk.f_files and not disk.f_favail:  # file systems without a fixed number say 0 of 0
+        said += ", and no inode for another file"
+    elif free >= least_bytes:
+        return Finding("disk", "ok", said)
+    return Finding("disk", "warning", f"{said}; free some space there, or choose another")

@@ -62,7 +62,7 @@ def _probe_module(name: str, patience_s: float) -> dict[str, Any]:
         )
     except subprocess.TimeoutExpired:
         return {"version": "", "error": f"its import took more than {patience_s:g} s"}
-    if done.returncode != 0:
+    if done.returncode != 0 or not done.stdout:
         return {"version": "", "error": f"its import {_describe_death(done.returncode)}"}
     said: dict[str, Any] = json.loads(done.stdout)
     return said
@@ -75,8 +75,12 @@ def _describe_death(returncode: int) -> str:
 
 
 def installed_modules(names: Sequence[str]) -> list[str]:
-    """Return the modules that are installed, without importing them."""
-    return [name for name in names if importlib.util.find_spec(name) is not None]
+    """Return the modules that are installed, without importing them.
+
+    A folder without a module, as an uninstallation may leave it, is none.
+    """
+    found = ((name, importlib.util.find_spec(name)) for name in names)
+    return [name for name, spec in found if spec is not None and spec.origin is not None]
 
 
 def check_versions() -> Finding:

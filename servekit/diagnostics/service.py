@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 from servekit.config.schema import Config, ServerConfig
 from servekit.diagnostics.finding import Finding
 from servekit.diagnostics.host import check_disk
-from servekit.errors import ConfigError, StartError
+from servekit.errors import ConfigError, NobodyRuns, ServekitError, StartError
+from servekit.protocol.messages import GetStatus, Status
+from servekit.supervisor.admin.control_socket import request_answer
 from servekit.supervisor.deployments.plan import Plan, Source
 from servekit.supervisor.process.run_dir import default_paths, read_record
 from servekit.supervisor.scheduling.fetch_checks import look_up
@@ -20,6 +23,8 @@ from servekit.system.user_dirs import find_models_cache
 
 _RUN_DIR_BYTES = 100 * 2**20
 _CACHE_BYTES = 10 * 2**30
+#: How long the supervisor may take to answer.
+_ANSWER_S = 5.0
 _ON_TORCH = {"transformers", "vllm"}
 
 
@@ -64,14 +69,28 @@ def check_configuration(file: Path, plan: Plan, torch: Mapping[str, Any] | None)
 
 def check_ports(config: Config | None, run_dir: Path) -> Iterator[Finding]:
     server = config.server if config else ServerConfig()
-    record = read_record(run_dir)
-    if record and (process := procfs.read_process(record.pid)) and process.state not in "ZX":
-        said = f"an instance (pid {record.pid}) runs in {run_dir} at {record.url}"
-        yield Finding("port", "ok", said)
+    if (found := check_instance(run_dir)) is not None:
+        yield found
         return
     for port in (server.port, server.legacy_port):
         if port is not None:
             yield check_port(server.host, port)
+
+
+def check_instance(run_dir: Path) -> Finding | None:
+    """Check that the instance of a run directory answers; None if none runs there."""
+    if (record := read_record(run_dir)) is None:
+        return None
+    said = f"an instance (pid {record.pid}) runs in {run_dir} at {record.url}"
+    try:
+        asyncio.run(request_answer(run_dir, GetStatus(), Status, _ANSWER_S))
+    except NobodyRuns:
+        return None
+    except ServekitError as error:
+        stopped = (process := procfs.read_process(record.pid)) and process.state in "Tt"
+        advice = f"it is stopped: kill -CONT {record.pid}" if stopped else "its log may say why"
+        return Finding("port", "error", f"{said}, and {error.message}; {advice}")
+    return Finding("port", "ok", said)
 
 
 def check_port(host: str, port: int) -> Finding:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from servekit.diagnostics import service
 from tests.integration.instance import PROGRAM, Instance, echo, write_config
 
 
@@ -54,6 +56,23 @@ def test_a_port_that_its_own_instance_holds_is_fine(tmp_path: Path) -> None:
         _, findings = doctor("--run-dir", str(tmp_path / "run"))
         [port] = [finding for finding in findings if finding["area"] == "port"]
         assert port["level"] == "ok" and f"pid {instance.pid}" in port["said"]
+
+
+def test_an_instance_that_hangs_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_ANSWER_S", 1.0)
+    with Instance.up(tmp_path, [echo("a")]) as instance:
+        os.kill(instance.pid, signal.SIGSTOP)
+        try:
+            [hung] = service.check_ports(None, tmp_path / "run")
+        finally:
+            os.kill(instance.pid, signal.SIGCONT)
+        monkeypatch.undo()
+        [well] = service.check_ports(None, tmp_path / "run")
+    assert hung.level == "error"
+    assert f"did not answer within 1 s; it is stopped: kill -CONT {instance.pid}" in hung.said
+    assert well.level == "ok", well.said
 
 
 def test_its_own_process_stays_without_torch(tmp_path: Path) -> None:

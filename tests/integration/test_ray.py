@@ -134,6 +134,28 @@ def test_a_worker_that_is_killed_comes_back_where_it_was(service: Service) -> No
     assert say(service.up.url, "again") == "again"
 
 
+def test_a_driver_that_is_killed_repeats_no_line_of_a_log(service: Service) -> None:
+    logs = [service.up.run_dir / "logs" / f"a~{number}.log" for number in range(2)]
+    before = [log.read_text() for log in logs]
+    assert all(before)
+    [driver] = [
+        process.pid
+        for process in procfs.find_descendants(service.up.pid)
+        if "servekit.ray.process" in procfs.command_line(process.pid)
+    ]
+    os.kill(driver, signal.SIGKILL)
+    service.up.until("another joins", lambda: service.up.log.count("ray_joined") == 2, PATIENCE_S)
+    os.kill(service.up.replica("a/0").pid, signal.SIGKILL)  # so that a line comes after them
+    service.up.until("it has died", lambda: service.up.replica("a/0").restarts >= 1, PATIENCE_S)
+    service.until_both_serve()
+    after = [log.read_text() for log in logs]
+    assert len(after[0]) > len(before[0])
+    assert [text.count(old.splitlines()[0]) for text, old in zip(after, before, strict=True)] == [
+        1,
+        1,
+    ]
+
+
 def test_a_supervisor_that_is_killed_is_followed_by_one_that_adopts(
     service: Service, tmp_path: Path
 ) -> None:

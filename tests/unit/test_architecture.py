@@ -76,8 +76,8 @@ MAY_IMPORT = {
     },
     "ray": _BASE | {"config", "logging_config", "supervisor"},
     "chaos": _BASE | {"config", "supervisor", "bench"},
-    "bench": {"errors", "units", "sse", "protocol"},
-    "diagnostics": {"errors", "units", "system", "config", "supervisor"},
+    "bench": {"errors", "units", "sse", "sanitize", "system", "protocol"},
+    "diagnostics": {"errors", "units", "system", "config", "protocol", "supervisor"},
     "cli": _BASE
     | {"config", "supervisor", "ray", "chaos", "bench", "diagnostics", "docs", "logging_config"}
     | {

@@ -7,6 +7,7 @@ import ssl
 
 from servekit.bench.client.client_protocol import Target
 from servekit.bench.client.connection import Connection
+from servekit.system.rlimits import is_shortage
 
 #: Timeout of a connection attempt.
 CONNECT_S = 10.0
@@ -51,6 +52,11 @@ class Dialer:
         except TimeoutError:
             raise Unreachable(f"it does not accept within {within_s:g} s") from None
         except OSError as error:  # ssl's among them
+            if is_shortage(error):
+                raise Unreachable(
+                    f"the load generator, not the server, is out of files ({error.strerror}): "
+                    "ulimit -Hn 65536, or more --processes"
+                ) from None
             raise Unreachable(str(error)) from None
         peer = transport.get_extra_info("peername")
         self._host = peer[0] if peer else self._host

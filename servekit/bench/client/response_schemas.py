@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from servekit.sanitize import one_line
+
 #: Maximum characters of a server's message.
 _MESSAGE = 300
 #: Raw accepts any value, including null.
@@ -70,14 +72,11 @@ def message_of(body: bytes) -> str:
     try:
         found = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return _one_line(body.decode(errors="replace"))
+        return one_line(body.decode(errors="replace"), _MESSAGE)
     while isinstance(found, dict):
         inner = next((found[key] for key in ("error", "message", "detail") if key in found), None)
         if inner is None:
             break
         found = inner
-    return _one_line(found if isinstance(found, str) else msgspec.json.encode(found).decode())
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())[:_MESSAGE]
+    text = found if isinstance(found, str) else msgspec.json.encode(found).decode()
+    return one_line(text, _MESSAGE)

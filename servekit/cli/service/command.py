@@ -19,8 +19,8 @@ _PROGRAM = "/opt/servekit/bin/servekit"
 _CONFIG = "/etc/servekit/servekit.yaml"
 #: The first line of the part that only the system's manager may grant.
 _SANDBOX = "DynamicUser=yes"
-#: Folders that ProtectHome= hides from the system's unit.
-_HIDDEN = ("/home/", "/root/", "/run/user/")
+#: Folders that ProtectHome= and PrivateTmp= hide from the system's unit.
+_HIDDEN = ("/home/", "/root/", "/run/user/", "/tmp/", "/var/tmp/")
 
 
 def install(
@@ -77,11 +77,14 @@ def write_unit(config: Path, program: Path, *, user: bool, profile: str = "") ->
     if user:
         head = _without_sandbox(head)
     else:
-        for path in (config, program):
+        # the Python of a virtual environment may be elsewhere, as with pyenv and uv
+        paths = config, program, program.with_name("python")
+        for path in (*paths, *(path.resolve() for path in paths)):
             if str(path).startswith(_HIDDEN):
                 raise ConfigError(
-                    f"{path}: the system's unit cannot read homes; move it (the program to "
-                    f"{_PROGRAM}, the file to {_CONFIG}), or write a unit of this user with --user"
+                    f"{path}: the system's unit cannot read homes and temporary folders; move it "
+                    f"(the program to {_PROGRAM}, with a Python such as /usr/bin/python3, the file "
+                    f"to {_CONFIG}), or write a unit of this user with --user"
                 )
     option = f" --profile {_quote_argument(profile)}" if profile else ""
     served = head.replace(_PROGRAM, _quote(program)).replace(

@@ -108,7 +108,10 @@ class Tracer:
 
     def close(self) -> None:
         """Export the remaining spans; blocks for at most FLUSH_S."""
-        self._provider.force_flush(int(1000 * FLUSH_S))
+        # in a thread: force_flush() takes as long as its export, whatever time it is given
+        flushing = threading.Thread(target=self._provider.force_flush, daemon=True)
+        flushing.start()
+        flushing.join(FLUSH_S)
 
 
 def _shut_down(provider: Any) -> None:

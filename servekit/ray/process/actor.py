@@ -135,6 +135,7 @@ class ProcessActor:
         self._changed = threading.Condition()
         self._lines: deque[str] = deque(maxlen=_MOST_LINES)
         self._count = 0  # lines so far
+        self._passed_on = 0  # of them, by drivers to their supervisor
         self._process: Process | None = None
         self._asked_at = time.monotonic()
         self._sockets = Sockets()
@@ -178,11 +179,13 @@ class ProcessActor:
     def poll(self, seen: int, wait_s: float, ended: int = -1) -> bytes:
         """Return new ActorEvents as soon as there are any, or after `wait_s`.
 
-        `ended` is the PID of the last process whose end the driver knows: an end that is told to a
-        driver that dies is told to the next one.
+        `seen` is the number of lines that the driver has passed on; -1: none of this driver, which
+        goes on where the one before it ended. `ended` is the PID of the last process whose end the
+        driver knows: an end that is told to a driver that dies is told to the next one.
         """
         self._asked()
         with self._changed:
+            self._passed_on = seen = self._passed_on if seen < 0 else seen
             process = self._process
             if process is not None and process.code is not None and process.pid == ended:
                 self._process = process = None

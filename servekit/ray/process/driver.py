@@ -290,7 +290,7 @@ class Driver:
             await asyncio.sleep(_MEASURE_EVERY_S)
 
     async def _forward_events(self, actor: ActorHandle) -> None:
-        seen, ended = 0, -1
+        seen, ended = -1, -1
         while True:
             try:
                 events = await actor.poll(seen, ended)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,20 @@ def test_a_wrong_line_is_named(tmp_path: Path, text: str, words: str) -> None:
     file.write_text(text)
     with pytest.raises(ConfigError, match=words):
         read_dataset(file, "chat")
+
+
+def test_a_file_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "asks.jsonl"
+    file.write_bytes(b'"a"\n"caf\xe9"\n')
+    with pytest.raises(ConfigError, match=r"asks.jsonl:2: 'utf-8' codec"):
+        read_dataset(file, "chat")
+
+
+def test_a_pipe_which_clients_cannot_read_again_is_refused(tmp_path: Path) -> None:
+    pipe = tmp_path / "asks.jsonl"
+    os.mkfifo(pipe)
+    with pytest.raises(ConfigError, match="not a regular file"):
+        read_dataset(pipe, "chat")
 
 
 def test_messages_are_for_chat(tmp_path: Path) -> None:

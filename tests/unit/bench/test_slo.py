@@ -41,6 +41,12 @@ def test_one_chunk_has_no_gaps() -> None:
     assert (timing.itl_s, timing.tpot_s) == (None, None)
 
 
+def test_tokens_of_one_chunk_have_no_time_each() -> None:
+    timing = Timing.from_record(stream(chunks=1, last=10.2))
+    assert timing.ttft_s == pytest.approx(0.2)
+    assert timing.tpot_s is None
+
+
 def test_what_is_not_streamed_has_its_end_only() -> None:
     timing = Timing.from_record(Record("ok", 10.0, 11.0, output_tokens=5))
     assert (timing.e2e_s, timing.ttft_s, timing.tpot_s) == (1.0, None, None)

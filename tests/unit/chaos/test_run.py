@@ -62,6 +62,12 @@ def test_no_answer_at_all_is_no_kept_promise() -> None:
     assert judge.finding().verdict == "broken"
 
 
+def test_texts_that_are_not_checked_are_told() -> None:
+    judge = Judge("x", "y", slowness=1.0)
+    judge.clean(Tally(sent=3, answered=3, unsure=2))
+    assert judge.finding().detail.startswith("the text of 2 answers was not checked: ")
+
+
 def test_a_late_deed_is_broken() -> None:
     judge = Judge("x", "y", slowness=1.0)
     judge.expect_within("back", 2.5, 2.0)

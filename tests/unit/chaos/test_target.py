@@ -59,6 +59,24 @@ async def test_only_the_instance_of_that_url_is_harmed(running: Path) -> None:
         await Target.find_target("http://127.0.0.1:2", running, None)
 
 
+async def test_one_with_processes_on_other_machines_is_left_alone(
+    tmp_path: Path, status: Status
+) -> None:
+    """Their PIDs are those of other processes here."""
+    record(tmp_path, os.getpid())
+    worker = replace(make_replica("m/0"), socket="tcp://10.0.0.2:5")
+    gateway = replace(status.gateways[0], node="10.0.0.2")
+    for served in (
+        replace(status, models=(make_model("m", worker),)),
+        replace(status, gateways=(gateway,)),
+    ):
+        with (
+            listening(tmp_path, lambda message: None, served),
+            pytest.raises(StartError, match="launcher: ray"),
+        ):
+            await Target.find_target(URL, tmp_path, None)
+
+
 async def test_one_that_speaks_https_is_told_at_once(tmp_path: Path, status: Status) -> None:
     record(tmp_path, os.getpid())
     served = replace(status, url="https://127.0.0.1:1")

@@ -18,13 +18,14 @@ from servekit.chaos import (
     command,
     machine_experiments,
     process_experiments,
+    run,
 )
 from servekit.chaos.baseline_answers import BaselineAnswer
 from servekit.chaos.client import Client
-from servekit.chaos.result import ExperimentContext
+from servekit.chaos.result import ExperimentContext, ExperimentResult
 from servekit.chaos.run import RunOptions
 from servekit.chaos.target import Target
-from servekit.protocol.messages import ModelInfo, ReplicaStatus, Status
+from servekit.protocol.messages import ModelInfo, ReplicaStatus, Status, WorkerState
 from tests.unit.chaos.test_client import GOOD, QUESTION
 from tests.unit.chaos.test_target import record
 from tests.unit.cli.instance import listening, make_model, make_replica, make_status
@@ -166,3 +167,29 @@ async def test_findings_are_told_as_they_come_and_collected(
     ]
     told = capsys.readouterr().err
     assert told == "worker stopped: skipped\nmemory pressure: skipped\n"
+
+
+async def test_an_instance_that_does_not_recover_keeps_no_finding_to_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state: list[WorkerState] = ["ready"]
+
+    async def break_it(context: ExperimentContext) -> ExperimentResult:
+        state[0] = "failed"
+        monkeypatch.setattr(run, "_RECOVER_WITHIN_S", 0.1)
+        return ExperimentResult("worker stopped", "", "broken", detail="2 × status 503")
+
+    monkeypatch.setitem(run.EXPERIMENTS, "worker-stopped", break_it)
+    record(tmp_path, os.getpid())
+    async with serving() as url:
+
+        def look() -> Status:
+            found = status_of(make_replica("m/0", state[0]))
+            return replace(found, pid=os.getpid(), url=url)
+
+        with listening(tmp_path, lambda message: None, look):
+            options = RunOptions(only=["memory", "worker-stopped"])
+            first, rest = await command._run_experiments(url, tmp_path, None, options)
+    assert first.detail == "2 × status 503"
+    assert rest.verdict == "broken"
+    assert "(m/0 is failed); memory was not started" in rest.detail

@@ -4,6 +4,8 @@ import os
 import resource
 from pathlib import Path
 
+import pytest
+
 from servekit.diagnostics.host import (
     check_disk,
     check_host,
@@ -87,6 +89,14 @@ def test_disk(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     assert check_disk("cache", file / "below", 1).level == "error"
+
+
+def test_a_disk_without_inodes_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = list(os.statvfs(tmp_path))
+    fields[5:8] = [1000, 0, 0]  # inodes: all, free, free for this user
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(fields))
+    found = check_disk("cache", tmp_path, 1)
+    assert found.level == "warning" and "and no inode for another file" in found.said
 
 
 def test_a_system_without_shared_memory_is_told_of_it(tmp_path: Path) -> None:

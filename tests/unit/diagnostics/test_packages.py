@@ -22,6 +22,7 @@ LIBRARIES = {
     "leaving": "raise SystemExit(3)",
     "deadly": "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
     "quitting": "import os; os._exit(4)",
+    "silent": "import os; os._exit(0)",
 }
 
 
@@ -41,6 +42,7 @@ def test_each_is_told_apart(libraries: Path) -> None:
     assert said["leaving"]["error"] == "SystemExit: 3"
     assert said["deadly"]["error"] == "its import was killed by SIGSEGV"
     assert said["quitting"]["error"] == "its import ended the process with exit code 4"
+    assert said["silent"]["error"] == "its import ended the process with exit code 0"
 
 
 def test_one_that_hangs_holds_nobody_up(libraries: Path) -> None:
@@ -52,6 +54,14 @@ def test_one_that_hangs_holds_nobody_up(libraries: Path) -> None:
 
 def test_looking_what_is_there_imports_nothing(libraries: Path) -> None:
     assert installed_modules(["json", "no_such_library"]) == ["json"]
+
+
+def test_a_folder_that_an_uninstallation_left_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "left_over" / "__pycache__").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert installed_modules(["left_over", "json"]) == ["json"]
 
 
 def test_what_is_said_of_an_extension() -> None:

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import json
+import os
 import socket
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,8 @@ from packaging.requirements import Requirement
 
 from servekit.config.engines.options import KINDS
 from servekit.diagnostics.finding import Finding
-from servekit.diagnostics.service import check_port, check_service
+from servekit.diagnostics.service import check_instance, check_port, check_service
+from servekit.supervisor.process.run_dir import Record
 from servekit.system.gpu.gpus import Gpu
 from tests.engine_environment import add_package, make_environment
 from tests.integration.instance import echo, write_config
@@ -62,6 +66,12 @@ def test_a_model_with_its_own_environment_needs_no_torch_here(tmp_path: Path) ->
         file = write_config(tmp_path, [model | given])
         found = of("configuration", list(check_service(file, tmp_path / "run", (GPU,), None)))
         assert found.level == level, found.said
+
+
+def test_a_record_that_a_dead_instance_left_is_none(tmp_path: Path) -> None:
+    left = Record(os.getpid(), 0.0, "http://127.0.0.1:1", "", "")  # the PID is another process's
+    (tmp_path / "supervisor.json").write_text(json.dumps(asdict(left)))
+    assert check_instance(tmp_path) is None
 
 
 def test_a_busy_port_names_its_holder() -> None:

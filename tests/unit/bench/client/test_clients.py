@@ -47,6 +47,13 @@ async def test_all_clients_begin_together_and_their_reports_are_added() -> None:
     assert len(server.bodies) == 8, "with one request of each to warm up"
 
 
+async def test_users_are_not_bounded_by_the_usual_limit_of_files() -> None:
+    shell = ["/bin/sh", "-c", 'ulimit -Sn 32 && exec "$@"', "sh", *PROGRAM]
+    async with serving(answer) as server:
+        tally = await run([order(server.target, stream=False, users=60, requests=120)], shell)
+    assert (tally.completed, tally.failed) == (120, 0), tally.failures
+
+
 async def test_a_client_that_is_told_to_stop_reports_what_it_has() -> None:
     async with serving(answer) as server, Clients(PROGRAM, os.environ) as clients:
         await clients.start([order(server.target, stream=False, duration_s=600.0)])

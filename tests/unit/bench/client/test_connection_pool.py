@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 import ssl
 from pathlib import Path
@@ -43,6 +44,18 @@ async def test_a_closed_connection_is_not_given_out() -> None:
         pool.put_idle(late)
         late.abort()
         assert pool.take_idle() is None
+
+
+async def test_too_many_open_files_are_told_as_the_load_generators_own_fault() -> None:
+    async with serving(answer) as server:
+        pool = Dialer(server.target)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            with pytest.raises(Unreachable, match="the load generator, not the server"):
+                await pool.open_connection()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def test_as_many_connections_as_are_missing_are_opened_ahead() -> None:

@@ -57,13 +57,14 @@ def test_an_answer_is_told_from_other_json(body: str, is_answer: bool, failed: b
         (b'{"error": "the queue is full"}', "the queue is full"),
         (b'{"message": "no\\n  such   model"}', "no such model"),
         (b'{"detail": "Not Found"}', "Not Found"),
+        (b'{"message": "\\u001b[2J\\u001b]0;title\\u0007no"}', "no"),
         (b'{"detail": [{"msg": "field required"}]}', '[{"msg":"field required"}]'),
         (b'{"error": {"code": 7}}', '{"code":7}'),
         (b"<html>Bad\nGateway</html>", "<html>Bad Gateway</html>"),
         (b"\xff\xfe", "\N{REPLACEMENT CHARACTER}" * 2),
         (b"", ""),
-        (b"x" * 1000, "x" * 300),
-        (b'{"error": "' + b"y" * 1000 + b'"}', "y" * 300),
+        (b"x" * 1000, "x" * 300 + " …"),
+        (b'{"error": "' + b"y" * 1000 + b'"}', "y" * 300 + " …"),
     ],
 )
 def test_a_message_is_found_in_any_envelope_and_is_one_short_line(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from servekit.cli.service import command
 from servekit.cli.service.command import install, write_unit
 from servekit.errors import ConfigError, StartError
 
@@ -57,6 +58,19 @@ def test_a_unit_serves_a_profile_of_the_file(
 def test_the_systems_unit_cannot_read_homes() -> None:
     with pytest.raises(ConfigError, match="--user"):
         write_unit(Path("/home/u/a.yaml"), Path("/opt/sk/bin/servekit"), user=False)
+
+
+def test_the_systems_unit_cannot_read_what_a_link_leads_to(tmp_path: Path) -> None:
+    here = Path("/tmp/no-such-folder")
+    with pytest.raises(ConfigError, match=r"^/tmp/no-such-folder/a.yaml: .* temporary folders"):
+        write_unit(here / "a.yaml", Path("/opt/sk/bin/servekit"), user=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "_HIDDEN", (f"{tmp_path}/home/",))
+        program = tmp_path / "opt" / "servekit"
+        program.parent.mkdir()
+        (tmp_path / "opt" / "python").symlink_to(tmp_path / "home" / "python3.11")
+        with pytest.raises(ConfigError, match=r"/home/python3\.11: the system's unit cannot read"):
+            write_unit(Path("/srv/a.yaml"), program, user=False)
 
 
 def test_advice_is_not_what_was_tried(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -10,11 +11,12 @@ from typing import Any
 
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+from opentelemetry.trace import INVALID_SPAN
 
 from servekit.gateway.http.request_context import ORIGIN, RequestContext
 from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.telemetry.metrics import RequestMetrics
-from servekit.gateway.telemetry.tracing import apply_rules
+from servekit.gateway.telemetry.tracing import FLUSH_S, apply_rules
 from servekit.protocol.access import Tracing
 from servekit.protocol.messages import ChatMessage, Delta, SamplingParams
 from tests.otlp_receiver import Receiver, attributes
@@ -53,7 +55,7 @@ class Traced:
     def spans(self) -> dict[str, Span]:
         """The spans that have ended, by name."""
         assert self.measures.tracer is not None
-        self.measures.tracer.close()
+        self.measures.tracer._provider.force_flush()
         return {span.name: span for span in self._receiver.of(TRACE)}
 
 
@@ -173,3 +175,15 @@ def test_an_exporter_ends_with_the_last_call_of_its_rules(receiver: Receiver) ->
     del observer
     poll("its own has ended", lambda: not exporters & set(threading.enumerate()))
     poll("its spans are there", lambda: len(receiver.of(TRACE)) == 2)
+
+
+def test_a_receiver_that_never_answers_holds_up_no_end() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        measures = RequestMetrics()
+        apply_rules(measures, Tracing(url, 1.0, "tests"), "gateway/0")
+        assert measures.tracer is not None
+        measures.tracer.span("one", INVALID_SPAN).end()
+        began = time.monotonic()
+        measures.tracer.close()
+        assert FLUSH_S <= time.monotonic() - began < 6, "an export may take 10 s"

@@ -85,5 +85,17 @@ def test_the_end_of_a_process_is_told_until_a_driver_knows_it() -> None:
     assert poll(actor, 0).code is None
 
 
+def test_a_new_driver_repeats_no_line_and_misses_none() -> None:
+    actor = ProcessActor(0, 3600.0)
+    process = actor._process = Process("", "worker")
+    actor._store_output(process, io.BytesIO(b"one\ntwo\n"))
+    first = poll(actor, -1)
+    assert first.lines == ("one", "two")
+    assert poll(actor, -1).lines == first.lines, "the driver before died with them in hand"
+    poll(actor, first.seen)
+    actor._store_output(process, io.BytesIO(b"three\n"))
+    assert poll(actor, -1).lines == ("three",)
+
+
 def poll(actor: ProcessActor, seen: int, ended: int = -1) -> ActorEvents:
     return msgspec.msgpack.decode(actor.poll(seen, 0.1, ended), type=ActorEvents)

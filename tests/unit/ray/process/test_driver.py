@@ -423,7 +423,7 @@ async def test_lines_ends_and_figures_of_a_process_are_passed_on(stage: Stage) -
         c.Exited("m/0", 7, 3, None),
         c.Exited("m/0", 8, None, 9, out_of_memory=True),
     ]
-    assert actor.seen[:5] == [(0, -1), (2, -1), (2, -1), (3, 7), (3, 8)]
+    assert actor.seen[:5] == [(-1, -1), (2, -1), (2, -1), (3, 7), (3, 8)]
     [measured] = stage.control.of(c.Measured)
     assert measured == c.Measured("m/0", (), 7, {"GPU-a": 3}, 500)
 
