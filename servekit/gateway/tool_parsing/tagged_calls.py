@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 from servekit.gateway.tool_parsing.incremental_scanner import IncrementalScanner, ParseError, Script
 from servekit.gateway.tool_parsing.json_calls import read_close
-from servekit.gateway.tool_parsing.json_text import is_json
+from servekit.gateway.tool_parsing.json_text import is_json, python_as_json
 from servekit.gateway.tool_parsing.tool_call_parser import Calls, Family
 
 #: By tool, the arguments that are always text.
@@ -214,4 +215,7 @@ def _as_json(written: str) -> str:
         return _PYTHON[stripped]
     if is_json(stripped) and not stripped.startswith('"'):
         return stripped
+    if stripped[:1] in ("{", "["):  # some templates write objects and lists as Python does
+        with suppress(ValueError):
+            return python_as_json(stripped)
     return json.dumps(written, ensure_ascii=False)
