@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from servekit.engines.text.chat_template import (
+    LFM_MARKS,
     SENTINEL,
     SENTINEL_TOOL,
     SENTINEL_TURNS,
@@ -74,7 +75,7 @@ _NAMED: list[tuple[_Calls, tuple[str, ...]]] = [
     (_Calls("glm"), ("<tool_call>", "<arg_key>")),
     (_Calls("hermes"), ("<tool_call>", "</tool_call>")),
     (_Calls("pythonic"), ("<|tool_call_start|>",)),
-    (_Calls("pythonic"), ("<|tool_list_start|>",)),
+    *((_Calls("pythonic"), (mark,)) for mark in LFM_MARKS),
     (_Calls("mistral"), ("[TOOL_CALLS]",)),
     (_Calls("deepseek"), ("<｜tool▁call▁begin｜>",)),
     (_Calls("kimi_k2"), ("<|tool_call_begin|>",)),

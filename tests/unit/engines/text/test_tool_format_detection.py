@@ -100,6 +100,7 @@ def test_what_a_template_writes_is_what_the_model_has_learnt(calls: str, dialect
         ("<tool_call> {...} </tool_call>", "hermes"),
         ("<tool_call> <function=name>", "qwen3_coder"),
         ("<|tool_call_start|>", "pythonic"),
+        ("List of tools: [", "pythonic"),
         ("<|python_tag|>", "llama3_json"),
     ],
 )
