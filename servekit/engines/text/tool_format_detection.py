@@ -35,6 +35,17 @@ _SHAPES: list[tuple[str, re.Pattern[str]]] = [
     ("mistral", re.compile(rf"\[TOOL_CALLS\].*{SENTINEL}", re.DOTALL)),
     ("deepseek", re.compile(rf"<｜tool▁call▁begin｜>.*{SENTINEL}", re.DOTALL)),
     ("kimi_k2", re.compile(rf"<\|tool_call_begin\|>\S*{SENTINEL}")),
+    ("cohere", re.compile(rf'<\|START_ACTION\|>.*"tool_name": "{SENTINEL}"', re.DOTALL)),
+    ("gemma", re.compile(rf"<\|tool_call>call:{SENTINEL}")),
+    ("function_gemma", re.compile(rf"<start_function_call>call:{SENTINEL}")),
+    (
+        "dsml",
+        re.compile(
+            rf'(?:{_TAG}\s*)?<｜DSML｜invoke name="{SENTINEL}">\s*<｜DSML｜parameter name=.*?'
+            "</｜DSML｜invoke>",
+            re.DOTALL,
+        ),
+    ),
     ("function", re.compile(rf"<function={SENTINEL}>\s*\{{")),
     (
         "qwen3_coder",

@@ -9,6 +9,7 @@ from typing import Any
 from servekit.gateway.tool_parsing import named_calls
 from servekit.gateway.tool_parsing.events import Reasoning
 from servekit.gateway.tool_parsing.framed import read_framed
+from servekit.gateway.tool_parsing.gemma import FUNCTION_GEMMA, GEMMA_4, make_gemma
 from servekit.gateway.tool_parsing.harmony import read_harmony
 from servekit.gateway.tool_parsing.incremental_scanner import (
     MAX_SPACE,
@@ -19,6 +20,7 @@ from servekit.gateway.tool_parsing.incremental_scanner import (
 from servekit.gateway.tool_parsing.json_calls import json_calls
 from servekit.gateway.tool_parsing.pythonic import make_pythonic
 from servekit.gateway.tool_parsing.tagged_calls import (
+    DSML,
     GLM,
     INVOKE,
     QWEN,
@@ -67,6 +69,10 @@ FAMILIES: dict[str, Make] = {
     "kimi_k2": lambda dialect, texts: named_calls.make_kimi(),
     "glm": _make_tagged(GLM),
     "invoke": _make_tagged(INVOKE),
+    "dsml": _make_tagged(DSML),
+    "cohere": _make_json("<|START_ACTION|>", "<|END_ACTION|>"),
+    "gemma": lambda dialect, texts: make_gemma(GEMMA_4),
+    "function_gemma": lambda dialect, texts: make_gemma(FUNCTION_GEMMA),
     "function": lambda dialect, texts: named_calls.make_function(),
     "json": _bare_json,
     "template": _make_template,

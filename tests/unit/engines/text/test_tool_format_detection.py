@@ -84,6 +84,19 @@ def test_real_templates(name: str, dialect: Dialect, takes: bool) -> None:
             '<parameter name="{{ k }}">{{ v }}</parameter>{% endfor %}</invoke></own:calls>',
             Dialect("invoke", "<own:calls>", "</own:calls>"),
         ),
+        (
+            "<calls:1>\n<｜DSML｜invoke name=\"{{ f.name }}\">{% for k, v in f.arguments | items %}"
+            '<｜DSML｜parameter name="{{ k }}" string="true">{{ v }}</｜DSML｜parameter>'
+            "{% endfor %}</｜DSML｜invoke>\n</calls:1>",
+            Dialect("dsml", "<calls:1>", "</calls:1>"),
+        ),
+        (
+            '<|START_ACTION|>[\n {"tool_call_id": "0", "tool_name": "{{ f.name }}", "parameters": '
+            "{{ f.arguments | tojson }}}\n]<|END_ACTION|>",
+            Dialect("cohere"),
+        ),
+        ("<|tool_call>call:{{ f.name }}{a:1}<tool_call|>", Dialect("gemma")),
+        ("<start_function_call>call:{{ f.name }}{a:1}", Dialect("function_gemma")),
         ("it calls {{ f.name }}", Dialect()),
         ("", Dialect()),
     ],
