@@ -8,7 +8,8 @@ calls, but explains them to the model, is recognised by the markers it contains.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from itertools import product
 from typing import Any, NamedTuple
 
 from servekit.engines.text.chat_template import (
@@ -19,7 +20,7 @@ from servekit.engines.text.chat_template import (
     ChatTemplate,
 )
 from servekit.protocol.messages import Capability, ChatMessage, Dialect
-from servekit.protocol.tool_formats import MARKERS, THOUGHTS
+from servekit.protocol.tool_formats import MARKERS, THINKING_SWITCHES, THOUGHTS
 
 _QUESTION = SENTINEL_TURNS[0]
 _ANSWER = "sentinel_answer"
@@ -110,9 +111,11 @@ def find_dialect(template: ChatTemplate, tools: str = "", thoughts: str = "") ->
     begin, end = (
         THOUGHTS.get(thoughts, ("", "")) if thoughts else _detect_thoughts(template, found.family)
     )
-    prompt = _try_render(lambda: template.render([_QUESTION])).rstrip()
-    at_once = bool(begin) and prompt.endswith(begin)
-    return Dialect(found.family, found.begin, found.end, begin, end, at_once)
+    at_once = bool(begin and _begins_thinking(template, begin))
+    switches = tuple(_find_switches(template, begin, at_once)) if begin else ()
+    return Dialect(
+        *(found.family, found.begin, found.end, begin, end, at_once), thinking_switches=switches
+    )
 
 
 def tool_capabilities(
@@ -231,6 +234,20 @@ def _calls_by_markers(template: ChatTemplate) -> _Calls:
 
 
 # ---------------------------------------------------------------- thoughts
+
+
+def _begins_thinking(
+    template: ChatTemplate, begin: str, arguments: Mapping[str, bool] | None = None
+) -> bool | None:
+    """Return whether the prompt ends with `begin`; None if the template refuses."""
+    prompt = _try_render(lambda: template.render([_QUESTION], template=arguments))
+    return prompt.rstrip().endswith(begin) if prompt else None
+
+
+def _find_switches(template: ChatTemplate, begin: str, at_once: bool) -> Iterator[tuple[str, bool]]:
+    for name, on in product(THINKING_SWITCHES, (True, False)):
+        if _begins_thinking(template, begin, {name: on}) is (not at_once):
+            yield name, on
 
 
 def _detect_thoughts(template: ChatTemplate, family: str) -> tuple[str, str]:

@@ -108,15 +108,13 @@ def parser(
 def begins_thinking(dialect: Dialect, template: Mapping[str, Any], continues: bool) -> bool:
     """Return whether the prompt has begun the reasoning, given the template's arguments.
 
-    Templates name the switch `enable_thinking` or `thinking`. A switch that is on counts as begun:
-    such a model reasons, and the parser accepts the model's own opening marker.
+    Templates name the switch `enable_thinking` or `thinking`, and many know none: those of some
+    models that always reason begin it whatever is asked for, others leave that to the model.
     """
     if continues or not dialect.think_end:
         return False
-    for switch in THINKING_SWITCHES:
-        if isinstance(given := template.get(switch), bool):
-            return given
-    return dialect.thinks_at_once
+    given = {(name, on) for name in THINKING_SWITCHES if isinstance(on := template.get(name), bool)}
+    return dialect.thinks_at_once is given.isdisjoint(dialect.thinking_switches)
 
 
 def _read_answer(

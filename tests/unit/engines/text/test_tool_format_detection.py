@@ -47,8 +47,18 @@ def template(source: str) -> ChatTemplate:
             Dialect("mistral", think_begin="[THINK]", think_end="[/THINK]"),
             True,
         ),
-        ("deepseek-ai-DeepSeek-R1-Distill-Qwen-32B", Dialect("deepseek", **THINK), False),
-        ("GLM-4.7-Flash", Dialect("glm", **THINK, thinks_at_once=True), True),
+        (
+            "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B",
+            Dialect("deepseek", **THINK, thinking_switches=(("enable_thinking", True),)),
+            False,
+        ),
+        (
+            "GLM-4.7-Flash",
+            Dialect(
+                "glm", **THINK, thinks_at_once=True, thinking_switches=(("enable_thinking", False),)
+            ),
+            True,
+        ),
         (
             "ibm-granite-granite-3.3-2B-Instruct",
             Dialect("template", tool_begin="<|tool_call|>", **THINK),
@@ -152,6 +162,20 @@ def test_thoughts_of_its_own(at_once: bool) -> None:
     found = find_dialect(template(source))
     assert (found.think_begin, found.think_end) == ("<my:think>", "</my:think>")
     assert found.thinks_at_once is at_once
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("switch", ["enable_thinking", "thinking", ""])
+def test_switches_of_thoughts(switch: str, at_once: bool) -> None:
+    """Some templates begin them at a switch, others unless there is one, or always."""
+    begins = "{% set at_once = " + (
+        f"{switch} | default({str(at_once).lower()}) %}}"
+        if switch
+        else f"{str(at_once).lower()} %}}"
+    )
+    found = find_dialect(template(begins + THINKS))
+    assert found.thinks_at_once is at_once
+    assert found.thinking_switches == (((switch, not at_once),) if switch else ())
 
 
 def test_the_file_has_the_last_word() -> None:

@@ -337,11 +337,24 @@ def test_every_family_that_workers_know_can_be_read() -> None:
         ({"enable_thinking": False}, False, False),
         ({"thinking": True}, False, True),
         ({"enable_thinking": "no"}, False, True),
+        ({"thinking": False}, False, True),  # a switch that the template does not know
+        ({"thinking": False, "enable_thinking": False}, False, False),
     ],
 )
 def test_whether_the_prompt_has_begun_the_thoughts(
     template: dict[str, object], continues: bool, begun: bool
 ) -> None:
-    thinks = Dialect(think_begin="<think>", think_end="</think>", thinks_at_once=True)
+    off = (("enable_thinking", False),)
+    thinks = Dialect("", "", "", "<think>", "</think>", True, thinking_switches=off)
     assert begins_thinking(thinks, template, continues) is begun
     assert not begins_thinking(Dialect(), template, continues)
+
+
+def test_a_switch_may_make_the_template_begin_thoughts_or_leave_that_to_the_model() -> None:
+    """DeepSeek V3.1's begins them, Qwen3's does not: there an answer may come without any."""
+    switches = (("thinking", True), ("enable_thinking", True))
+    begins = Dialect("", "", "", "<think>", "</think>", thinking_switches=switches)
+    leaves = Dialect("", "", "", "<think>", "</think>")
+    on = {"thinking": True}
+    assert begins_thinking(begins, on, False) and not begins_thinking(begins, {}, False)
+    assert not begins_thinking(leaves, on, False)
