@@ -145,11 +145,15 @@ ToolParser = Literal[
     "kimi_k2",
     "glm",
     "invoke",
+    "dsml",
+    "cohere",
+    "gemma",
+    "function_gemma",
     "function",
     "harmony",
     "json",
 ]
-ReasoningParser = Literal["auto", "none", "think", "mistral", "seed", "cohere"]
+ReasoningParser = Literal["auto", "none", "think", "mistral", "seed", "cohere", "gemma"]
 
 
 class ServerConfig(Section):

@@ -45,6 +45,13 @@ MARKERS: dict[str, tuple[str, ...]] = {
     ),
     # <invoke name="f"><parameter name="key">value</parameter></invoke> between tags
     "invoke": ("<minimax:tool_call>", "</minimax:tool_call>"),
+    # the same with <｜DSML｜invoke name="f"><｜DSML｜parameter name="key" string="true">value
+    "dsml": ("｜DSML｜",),
+    # [{"tool_call_id": "0", "tool_name": …, "parameters": {…}}] between markers
+    "cohere": ("<|START_ACTION|>", "<|END_ACTION|>"),
+    # call:name{key:<|"|>text<|"|>,other:1} between markers
+    "gemma": ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"),
+    "function_gemma": ("<start_function_call>", "<end_function_call>", "<escape>"),
     # <function=name>{…}</function>
     "function": (),
     # gpt-oss: channels for thoughts, calls and the answer
@@ -61,6 +68,7 @@ THOUGHTS: dict[str, tuple[str, str]] = {
     "mistral": ("[THINK]", "[/THINK]"),
     "seed": ("<seed:think>", "</seed:think>"),
     "cohere": ("<|START_THINKING|>", "<|END_THINKING|>"),
+    "gemma": ("<|channel>thought", "<channel|>"),
 }
 
 #: The names that chat templates have for the switch for thoughts.

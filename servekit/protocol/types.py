@@ -205,6 +205,9 @@ class Dialect(Value, frozen=True):
     think_end: str = ""
     thinks_at_once: bool = False  # the template has already written `think_begin`
     tokens: tuple[tuple[str, int], ...] = ()  # its markers that are tokens: text, id
+    #: Settings of the template's switches for thoughts that make the opposite of `thinks_at_once`
+    #: true: name, on or off.
+    thinking_switches: tuple[tuple[str, bool], ...] = ()
 
 
 class ModelInfo(Value, frozen=True):

@@ -301,6 +301,10 @@ _TOOL_PARSERS = {
     "kimi_k2": "kimi_k2",
     "openai": "harmony",
     "llama4_pythonic": "pythonic",
+    **dict.fromkeys(("deepseek_v32", "deepseek_v4"), "dsml"),
+    **dict.fromkeys(("cohere_command3", "cohere_command4"), "cohere"),
+    "gemma4": "gemma",
+    "functiongemma": "function_gemma",
 }
 _VLLM = {
     **_take("model", _text, "--model"),

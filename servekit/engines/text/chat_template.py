@@ -31,6 +31,10 @@ _TAKEN = {"messages", "raise_exception", "strftime_now", "self", "loop"}
 _MAX_WORDS = 300
 #: Most checks of attributes that are remembered: a request may name some.
 _MOST_CHECKS = 1000
+#: How the templates of LFM2 begin a list of tools: they render no calls and name no markers.
+LFM_MARKS = ("<|tool_list_start|>", "List of tools: [")
+#: In the templates of Kimi, which render the ids of calls, and no names beside them.
+_KIMI_SECTION = "<|tool_calls_section_begin|>"
 _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
 #: Text around the tool definitions if the template has no place for them.
 _TOOLS = "You can call these functions, each given as JSON:"
@@ -76,6 +80,33 @@ class _Form(NamedTuple):
 
 
 _FORMS = [_Form(text, content) for text in (False, True) for content in ("", None)]
+
+
+class _Calls:
+    """The calls of a conversation so far, with the ids that a template wants."""
+
+    def __init__(self, short: bool, named: bool) -> None:
+        self._short = short
+        self._named = named
+        self._count = 0
+        self._known: dict[str, tuple[str, str]] = {}  # id for the template and name, by id
+
+    def add(self, call: ToolCall) -> str:
+        """Record a call, and return its id for the template."""
+        id = f"functions.{call.name}:{self._count}" if self._named else self._shorten(call.id)
+        self._count += 1
+        self._known[call.id] = id, call.name
+        return id
+
+    def find(self, id: str) -> tuple[str, str | None]:
+        """Return the id for the template and the name of the call that a result belongs to."""
+        return self._known.get(id) or (self._shorten(id), None)
+
+    def _shorten(self, id: str) -> str:
+        """Shorten an id for Mistral's templates, which accept only nine letters and digits."""
+        if not self._short or _MISTRAL_ID.fullmatch(id):
+            return id
+        return hashlib.sha256(id.encode()).hexdigest()[:9]
 
 
 class ChatTemplate:
@@ -235,8 +266,19 @@ class ChatTemplate:
 
     @cached_property
     def _takes_calls(self) -> bool:
-        """True if the template renders the model's earlier tool calls."""
-        return SENTINEL in self._try_render(SENTINEL_TURNS, [SENTINEL_TOOL])
+        """True if the template renders the model's earlier tool calls.
+
+        Some render definitions, and leave the calls out.
+        """
+        text = self._try_render(SENTINEL_TURNS, [SENTINEL_TOOL])
+        return SENTINEL in text.rpartition(SENTINEL_TURNS[0].content)[2]
+
+    @cached_property
+    def _takes_results(self) -> bool:
+        """True if the template renders results of tools, and definitions."""
+        answer, result = ChatMessage("assistant", "sentinel"), ChatMessage("tool", SENTINEL)
+        told = [SENTINEL_TURNS[0], answer, replace(result, tool_call_id="abcdef123")]
+        return self.takes_tools and SENTINEL in self._try_render(told)
 
     @cached_property
     def _takes_system(self) -> bool:
@@ -258,7 +300,8 @@ class ChatTemplate:
         if any(message.tool_calls or message.role == "tool" for message in messages):
             messages = _order_results(messages)
             if not self._takes_calls:
-                messages = _calls_in_words(messages)
+                messages = _calls_in_words(messages, self.source if self.takes_tools else "")
+                messages = messages if self._takes_results else _results_in_words(messages)
         if tools and not self.takes_tools:
             messages, tools = self._tell_system(messages, _describe_tools(tools)), ()
         return messages, tools
@@ -290,19 +333,21 @@ class ChatTemplate:
 
     def _as_dicts(self, messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
         form = self._form if any(message.tool_calls for message in messages) else _Form()
-        names = {call.id: call.name for message in messages for call in message.tool_calls}
-        return [self._as_dict(message, form, names) for message in messages]
+        calls = _Calls(self._wants_short_ids, _KIMI_SECTION in self.source)
+        return [self._as_dict(message, form, calls) for message in messages]
 
-    def _as_dict(self, message: ChatMessage, form: _Form, names: dict[str, str]) -> dict[str, Any]:
+    def _as_dict(self, message: ChatMessage, form: _Form, calls: _Calls) -> dict[str, Any]:
         content = self._content_of(message)
         fields: dict[str, Any] = {"role": message.role, "content": content}
         if message.tool_calls:
             fields["content"] = content or form.content
-            fields["tool_calls"] = [self._call_dict(call, form) for call in message.tool_calls]
+            fields["tool_calls"] = [
+                _call_dict(call, calls.add(call), form) for call in message.tool_calls
+            ]
         name = message.name
         if message.tool_call_id is not None:
-            fields["tool_call_id"] = self._call_id(message.tool_call_id)
-            name = name or names.get(message.tool_call_id)
+            fields["tool_call_id"], called = calls.find(message.tool_call_id)
+            name = name or called
         if name is not None:
             fields["name"] = name
         if message.reasoning is not None:
@@ -327,17 +372,6 @@ class ChatTemplate:
         except Exception:  # the template is the model's code, and may raise anything
             return False
 
-    def _call_dict(self, call: ToolCall, form: _Form) -> dict[str, Any]:
-        arguments = call.arguments if form.arguments_as_text else _as_object(call.arguments)
-        function = {"name": call.name, "arguments": arguments}
-        return {"id": self._call_id(call.id), "type": "function", "function": function}
-
-    def _call_id(self, id: str) -> str:
-        """Shorten an id for Mistral's templates, which accept only nine letters and digits."""
-        if not self._wants_short_ids or _MISTRAL_ID.fullmatch(id):
-            return id
-        return hashlib.sha256(id.encode()).hexdigest()[:9]
-
     @cached_property
     def _wants_short_ids(self) -> bool:
         return re.search(r"length\s*!=\s*9", self.source) is not None
@@ -346,7 +380,8 @@ class ChatTemplate:
     def _form(self) -> _Form:
         """The first form in which a sentinel's arguments are rendered correctly."""
         for form in _FORMS:
-            dicts = [self._as_dict(turn, form, {}) for turn in SENTINEL_TURNS]
+            calls = _Calls(self._wants_short_ids, _KIMI_SECTION in self.source)
+            dicts = [self._as_dict(turn, form, calls) for turn in SENTINEL_TURNS]
             try:
                 text = self._apply_template(
                     dicts, [SENTINEL_TOOL], {}, continues=False, prompt=False
@@ -357,6 +392,15 @@ class ChatTemplate:
             if SENTINEL in turn and '\\"' not in turn:  # not quoted twice
                 return form
         return _Form()
+
+
+def _call_dict(call: ToolCall, id: str, form: _Form) -> dict[str, Any]:
+    arguments = call.arguments if form.arguments_as_text else _as_object(call.arguments)
+    return {
+        "id": id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": arguments},
+    }
 
 
 def _remember_checks(environment: Any) -> Any:
@@ -413,30 +457,61 @@ def _join_turns(first: ChatMessage, second: ChatMessage) -> ChatMessage:
     return replace(first, content=moved.content, media=(*first.media, *moved.media))
 
 
-def _calls_in_words(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Replace tool calls by JSON text, and results by messages of the user.
+def _calls_in_words(messages: Sequence[ChatMessage], source: str) -> list[ChatMessage]:
+    """Replace tool calls by text, and name their results.
+
+    The text is what the model writes, as far as the template's source tells; otherwise JSON.
+    """
+    names = {call.id: call.name for message in messages for call in message.tool_calls}
+    told: list[ChatMessage] = []
+    for message in messages:
+        if message.role == "tool":
+            name = message.name or names.get(message.tool_call_id or "")
+            message = replace(message, name=name)
+        elif message.tool_calls:
+            lines = [message.content] if message.content else []
+            lines.append(_write_calls(message.tool_calls, source))
+            message = replace(message, content="\n".join(lines), tool_calls=())
+        told.append(message)
+    return told
+
+
+def _write_calls(calls: Sequence[ToolCall], source: str) -> str:
+    arguments = [_as_object(call.arguments) for call in calls]
+    if any(mark in source for mark in LFM_MARKS):
+        texts = []
+        for call, given in zip(calls, arguments, strict=True):
+            given = given if isinstance(given, dict) else {}
+            parts = [f"{key}={_as_python(value)}" for key, value in given.items()]
+            texts.append(f"{call.name}({', '.join(parts)})")
+        return f"<|tool_call_start|>[{', '.join(texts)}]<|tool_call_end|>"
+    objects = [
+        json.dumps({"name": call.name, "arguments": given}, ensure_ascii=False)
+        for call, given in zip(calls, arguments, strict=True)
+    ]
+    if "<|tool_call|>" in source:
+        return f"<|tool_call|>[{', '.join(objects)}]"
+    return "\n".join(objects)
+
+
+def _as_python(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+
+
+def _results_in_words(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Replace results by messages of the user.
 
     Results and a user message after them become one message, because templates want alternating
     turns.
     """
-    names = {call.id: call.name for message in messages for call in message.tool_calls}
     told: list[ChatMessage] = []
     results = False  # whether the last message of `told` consists of results
     for message in messages:
         joins = results and message.role in ("tool", "user")
         results = message.role == "tool"
-        if message.role == "tool":
-            name = message.name or names.get(message.tool_call_id or "", "the function")
+        if results:
             turn = ChatMessage("user", message.content, media=message.media)
-            message = _put_before(f"Result of {name}: ", turn)
-        elif message.tool_calls:
-            lines = [message.content] if message.content else []
-            lines += [
-                json.dumps({"name": call.name, "arguments": _as_object(call.arguments)},
-                           ensure_ascii=False)
-                for call in message.tool_calls
-            ]  # fmt: skip
-            message = replace(message, content="\n".join(lines), tool_calls=())
+            message = _put_before(f"Result of {message.name or 'the function'}: ", turn)
         if joins:
             told[-1] = _join_turns(told[-1], message)
         else:

@@ -8,17 +8,19 @@ calls, but explains them to the model, is recognised by the markers it contains.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from itertools import product
 from typing import Any, NamedTuple
 
 from servekit.engines.text.chat_template import (
+    LFM_MARKS,
     SENTINEL,
     SENTINEL_TOOL,
     SENTINEL_TURNS,
     ChatTemplate,
 )
 from servekit.protocol.messages import Capability, ChatMessage, Dialect
-from servekit.protocol.tool_formats import MARKERS, THOUGHTS
+from servekit.protocol.tool_formats import MARKERS, THINKING_SWITCHES, THOUGHTS
 
 _QUESTION = SENTINEL_TURNS[0]
 _ANSWER = "sentinel_answer"
@@ -34,6 +36,17 @@ _SHAPES: list[tuple[str, re.Pattern[str]]] = [
     ("mistral", re.compile(rf"\[TOOL_CALLS\].*{SENTINEL}", re.DOTALL)),
     ("deepseek", re.compile(rf"<｜tool▁call▁begin｜>.*{SENTINEL}", re.DOTALL)),
     ("kimi_k2", re.compile(rf"<\|tool_call_begin\|>\S*{SENTINEL}")),
+    ("cohere", re.compile(rf'<\|START_ACTION\|>.*"tool_name": "{SENTINEL}"', re.DOTALL)),
+    ("gemma", re.compile(rf"<\|tool_call>call:{SENTINEL}")),
+    ("function_gemma", re.compile(rf"<start_function_call>call:{SENTINEL}")),
+    (
+        "dsml",
+        re.compile(
+            rf'(?:{_TAG}\s*)?<｜DSML｜invoke name="{SENTINEL}">\s*<｜DSML｜parameter name=.*?'
+            "</｜DSML｜invoke>",
+            re.DOTALL,
+        ),
+    ),
     ("function", re.compile(rf"<function={SENTINEL}>\s*\{{")),
     (
         "qwen3_coder",
@@ -74,7 +87,7 @@ _NAMED: list[tuple[_Calls, tuple[str, ...]]] = [
     (_Calls("glm"), ("<tool_call>", "<arg_key>")),
     (_Calls("hermes"), ("<tool_call>", "</tool_call>")),
     (_Calls("pythonic"), ("<|tool_call_start|>",)),
-    (_Calls("pythonic"), ("<|tool_list_start|>",)),
+    *((_Calls("pythonic"), (mark,)) for mark in LFM_MARKS),
     (_Calls("mistral"), ("[TOOL_CALLS]",)),
     (_Calls("deepseek"), ("<｜tool▁call▁begin｜>",)),
     (_Calls("kimi_k2"), ("<|tool_call_begin|>",)),
@@ -98,9 +111,11 @@ def find_dialect(template: ChatTemplate, tools: str = "", thoughts: str = "") ->
     begin, end = (
         THOUGHTS.get(thoughts, ("", "")) if thoughts else _detect_thoughts(template, found.family)
     )
-    prompt = _try_render(lambda: template.render([_QUESTION])).rstrip()
-    at_once = bool(begin) and prompt.endswith(begin)
-    return Dialect(found.family, found.begin, found.end, begin, end, at_once)
+    at_once = bool(begin and _begins_thinking(template, begin))
+    switches = tuple(_find_switches(template, begin, at_once)) if begin else ()
+    return Dialect(
+        *(found.family, found.begin, found.end, begin, end, at_once), thinking_switches=switches
+    )
 
 
 def tool_capabilities(
@@ -219,6 +234,20 @@ def _calls_by_markers(template: ChatTemplate) -> _Calls:
 
 
 # ---------------------------------------------------------------- thoughts
+
+
+def _begins_thinking(
+    template: ChatTemplate, begin: str, arguments: Mapping[str, bool] | None = None
+) -> bool | None:
+    """Return whether the prompt ends with `begin`; None if the template refuses."""
+    prompt = _try_render(lambda: template.render([_QUESTION], template=arguments))
+    return prompt.rstrip().endswith(begin) if prompt else None
+
+
+def _find_switches(template: ChatTemplate, begin: str, at_once: bool) -> Iterator[tuple[str, bool]]:
+    for name, on in product(THINKING_SWITCHES, (True, False)):
+        if _begins_thinking(template, begin, {name: on}) is (not at_once):
+            yield name, on
 
 
 def _detect_thoughts(template: ChatTemplate, family: str) -> tuple[str, str]:

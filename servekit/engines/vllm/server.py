@@ -41,6 +41,9 @@ _TOOL_PARSERS = {
     "deepseek": "deepseek_v3",
     "glm": "glm45",
     "harmony": "openai",
+    "cohere": "cohere_command3",
+    "gemma": "gemma4",
+    "function_gemma": "functiongemma",
 }
 
 

@@ -13,7 +13,7 @@ from servekit.gateway.tool_parsing.json_text import is_encodable, is_json
 from servekit.gateway.tool_parsing.tool_call_parser import Body, Calls
 
 #: The names that models give to the two members; the first member found counts.
-_NAMES = ("name",)
+_NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters")
 
 
@@ -59,12 +59,21 @@ def read_close(scanner: IncrementalScanner, marker: str) -> Script[None]:
     scanner.drop_mark()
 
 
+def skip_marker(scanner: IncrementalScanner, marker: str) -> Script[None]:
+    """Consume a closing marker whose opening one the model forgot, if it follows."""
+    scanner.mark()
+    yield from scanner.skip_space()
+    if marker and (yield from scanner.take_end(marker)):
+        scanner.drop_mark()
+    scanner.rewind()
+
+
 def _read_call(scanner: IncrementalScanner, calls: Calls, *, strict: bool) -> Script[None]:
     """Read one object, with members in any order; arguments that precede the name are held back."""
     name, waiting, known = "", "", calls.count
     yield from scanner.expect("{")
     while (key := (yield from _read_key(scanner))) is not None:
-        if key in _NAMES and not name:
+        if key in (_NAMES[:1] if strict else _NAMES) and not name:
             name = yield from _read_string(scanner)
             calls.record_name(name)
         elif key not in _ARGUMENTS or waiting or calls.count > known:

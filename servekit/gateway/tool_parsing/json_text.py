@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _IN_STRING = re.compile(r'[^"\\]*')
 _IN_WORD = re.compile(r"[-+.0-9A-Za-z]*")
+#: Raised by `ast.literal_eval` for anything but literals, and for deep or long ones.
+_NO_LITERAL = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)
 _WORD = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?|true|false|null")
 
 
@@ -158,6 +162,15 @@ def is_strict_json(text: str) -> bool:
 
 def _refuse_constant(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
+
+
+def python_as_json(source: str) -> str:
+    """Return a Python literal as JSON. Raises ValueError for anything else."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # unknown escapes are kept
+            return written_as_json(ast.literal_eval(source))
+    except _NO_LITERAL as error:
+        raise ValueError("not a literal") from error
 
 
 def written_as_json(value: Any) -> str:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 from servekit.gateway.tool_parsing.incremental_scanner import IncrementalScanner, ParseError, Script
-from servekit.gateway.tool_parsing.json_calls import json_calls, read_close
+from servekit.gateway.tool_parsing.json_calls import json_calls, read_close, skip_marker
 from servekit.gateway.tool_parsing.tool_call_parser import Calls, Family
 
 #: A name in Kimi's form: functions.get_weather:0
@@ -78,6 +78,8 @@ def _read_calls(scanner: IncrementalScanner, calls: Calls, *, named: Named) -> S
             break
     if outer:
         yield from read_close(scanner, named.outer_end)
+    else:
+        yield from skip_marker(scanner, named.outer_end)
 
 
 def _marker_follows(scanner: IncrementalScanner, marker: str) -> Script[bool]:

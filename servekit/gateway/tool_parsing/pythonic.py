@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import json
-import warnings
 from functools import partial
 
 from servekit.gateway.tool_parsing.incremental_scanner import (
@@ -14,14 +12,14 @@ from servekit.gateway.tool_parsing.incremental_scanner import (
     Script,
 )
 from servekit.gateway.tool_parsing.json_calls import read_close
-from servekit.gateway.tool_parsing.json_text import is_strict_json, written_as_json
+from servekit.gateway.tool_parsing.json_text import is_strict_json, python_as_json
 from servekit.gateway.tool_parsing.tool_call_parser import Calls, Family
 
 #: Markers around a list of calls: the closing one by the opening one.
 PYTHON_MARKERS = {"<|python_start|>": "<|python_end|>", "<|tool_call_start|>": "<|tool_call_end|>"}
+#: Python refuses line breaks within quotes, where models write them all the same.
+_BREAKS = {"\n": "\\n", "\r": "\\r"}
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
-#: Raised by `ast.literal_eval` for anything but literals, and for deep or long ones.
-_NO_LITERAL = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)
 
 
 def make_pythonic(begin: str, end: str) -> Family:
@@ -81,7 +79,9 @@ def _read_literal(scanner: IncrementalScanner) -> Script[str]:
         sign = yield from scanner.peek()
         if not sign or len(source) > MAX_HELD:
             raise ParseError
-        if quote:
+        if quote and sign in _BREAKS and not escaped:
+            sign = _BREAKS[sign]
+        elif quote:
             quote = "" if sign == quote and not escaped else quote
             escaped = sign == "\\" and not escaped
         elif sign in "\"'":
@@ -101,7 +101,6 @@ def _as_json(source: str) -> str:
     if is_strict_json(source):
         return source
     try:
-        with warnings.catch_warnings(action="ignore"):  # unknown escapes are kept
-            return written_as_json(ast.literal_eval(source))
-    except _NO_LITERAL:
+        return python_as_json(source)
+    except ValueError:
         raise ParseError from None

@@ -9,6 +9,7 @@ from typing import Any
 from servekit.gateway.tool_parsing import named_calls
 from servekit.gateway.tool_parsing.events import Reasoning
 from servekit.gateway.tool_parsing.framed import read_framed
+from servekit.gateway.tool_parsing.gemma import FUNCTION_GEMMA, GEMMA_4, make_gemma
 from servekit.gateway.tool_parsing.harmony import read_harmony
 from servekit.gateway.tool_parsing.incremental_scanner import (
     MAX_SPACE,
@@ -19,6 +20,7 @@ from servekit.gateway.tool_parsing.incremental_scanner import (
 from servekit.gateway.tool_parsing.json_calls import json_calls
 from servekit.gateway.tool_parsing.pythonic import make_pythonic
 from servekit.gateway.tool_parsing.tagged_calls import (
+    DSML,
     GLM,
     INVOKE,
     QWEN,
@@ -67,6 +69,10 @@ FAMILIES: dict[str, Make] = {
     "kimi_k2": lambda dialect, texts: named_calls.make_kimi(),
     "glm": _make_tagged(GLM),
     "invoke": _make_tagged(INVOKE),
+    "dsml": _make_tagged(DSML),
+    "cohere": _make_json("<|START_ACTION|>", "<|END_ACTION|>"),
+    "gemma": lambda dialect, texts: make_gemma(GEMMA_4),
+    "function_gemma": lambda dialect, texts: make_gemma(FUNCTION_GEMMA),
     "function": lambda dialect, texts: named_calls.make_function(),
     "json": _bare_json,
     "template": _make_template,
@@ -102,15 +108,13 @@ def parser(
 def begins_thinking(dialect: Dialect, template: Mapping[str, Any], continues: bool) -> bool:
     """Return whether the prompt has begun the reasoning, given the template's arguments.
 
-    Templates name the switch `enable_thinking` or `thinking`. A switch that is on counts as begun:
-    such a model reasons, and the parser accepts the model's own opening marker.
+    Templates name the switch `enable_thinking` or `thinking`, and many know none: those of some
+    models that always reason begin it whatever is asked for, others leave that to the model.
     """
     if continues or not dialect.think_end:
         return False
-    for switch in THINKING_SWITCHES:
-        if isinstance(given := template.get(switch), bool):
-            return given
-    return dialect.thinks_at_once
+    given = {(name, on) for name in THINKING_SWITCHES if isinstance(on := template.get(name), bool)}
+    return dialect.thinks_at_once is given.isdisjoint(dialect.thinking_switches)
 
 
 def _read_answer(

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 from servekit.gateway.tool_parsing.incremental_scanner import IncrementalScanner, ParseError, Script
-from servekit.gateway.tool_parsing.json_calls import read_close
-from servekit.gateway.tool_parsing.json_text import is_json
+from servekit.gateway.tool_parsing.json_calls import read_close, skip_marker
+from servekit.gateway.tool_parsing.json_text import is_json, python_as_json
 from servekit.gateway.tool_parsing.tool_call_parser import Calls, Family
 
 #: By tool, the arguments that are always text.
@@ -35,6 +36,8 @@ class Tags(NamedTuple):
     key: tuple[str, str]
     value: tuple[str, str]
     end: str  # the end of a call; "" if the outer tag ends it
+    #: What stands behind a key of text and of JSON, where the model says which it is.
+    kinds: tuple[str, str] = ("", "")
 
 
 QWEN = Tags(
@@ -52,6 +55,15 @@ INVOKE = Tags(
     ('<parameter name="', '">'),
     ("", "</parameter>"),
     "</invoke>",
+)
+DSML = Tags(
+    "<｜DSML｜function_calls>",
+    "</｜DSML｜function_calls>",
+    ('<｜DSML｜invoke name="', '">'),
+    ('<｜DSML｜parameter name="', '">'),
+    ("", "</｜DSML｜parameter>"),
+    "</｜DSML｜invoke>",
+    ('" string="true', '" string="false'),
 )
 GLM = Tags(
     "<tool_call>",
@@ -122,12 +134,12 @@ def _follow(reference: Any, root: Mapping[str, Any], known: Kinds, depth: int) -
         return {"text", "other"}
     if reference not in known:
         known[reference] = {"text", "other"}
-        target = _find_reference(reference, root)
+        target = find_reference(reference, root)
         known[reference] = list_kinds(target, root, known, depth + 1)
     return known[reference]
 
 
-def _find_reference(reference: str, root: Any) -> Any:
+def find_reference(reference: str, root: Any) -> Any:
     """Return the target of a reference within the schema; None for other references."""
     if not reference.startswith("#/"):
         return None
@@ -156,6 +168,8 @@ def _read_calls(
         scanner.mark()
     if outer:
         yield from read_close(scanner, tags.outer_end)
+    else:
+        yield from skip_marker(scanner, tags.outer_end)
 
 
 def _read_call(
@@ -174,8 +188,11 @@ def _read_call(
     before = "{"
     while tag != calls_end:
         key, _ = yield from scanner.read_through_marker(tags.key[1])
-        calls.argue(f"{before}{json.dumps(key.strip(), ensure_ascii=False)}: ")
-        yield from _read_value(scanner, calls, tags, key.strip() in texts.get(name, ()))
+        key, is_text = _split_key(key.strip(), tags)
+        calls.argue(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
+        if is_text is None:
+            is_text = key in texts.get(name, ())
+        yield from _read_value(scanner, calls, tags, is_text)
         before = ", "
         yield from scanner.skip_space()
         tag = yield from scanner.expect(tags.key[0], calls_end)
@@ -184,16 +201,24 @@ def _read_call(
         scanner.at -= len(calls_end)  # the outer script consumes it
 
 
+def _split_key(key: str, tags: Tags) -> tuple[str, bool | None]:
+    """Return a key, and whether its value is text; None if the model does not say."""
+    for behind, is_text in zip(tags.kinds, (True, False), strict=True):
+        if behind and key.endswith(behind):
+            return key.removesuffix(behind), is_text
+    return key, None
+
+
 def _read_value(
     scanner: IncrementalScanner, calls: Calls, tags: Tags, is_text: bool
 ) -> Script[None]:
     if tags.value[0]:
         yield from scanner.skip_space()
         yield from scanner.expect(tags.value[0])
-    yield from scanner.take_marker(
-        "\n"
-    )  # a line break at either end inside the tags belongs to them
-    ends = ("\n" + tags.value[1], tags.value[1])
+    ends: tuple[str, ...] = (tags.value[1],)
+    if not tags.kinds[0]:  # a line break at either end inside the tags belongs to them
+        yield from scanner.take_marker("\n")
+        ends = ("\n" + tags.value[1], tags.value[1])
     if not is_text:
         written, _ = yield from scanner.read_through_marker(*ends)
         calls.argue(_as_json(written))
@@ -214,4 +239,7 @@ def _as_json(written: str) -> str:
         return _PYTHON[stripped]
     if is_json(stripped) and not stripped.startswith('"'):
         return stripped
+    if stripped[:1] in ("{", "["):  # some templates write objects and lists as Python does
+        with suppress(ValueError):
+            return python_as_json(stripped)
     return json.dumps(written, ensure_ascii=False)

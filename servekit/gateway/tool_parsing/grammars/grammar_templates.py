@@ -7,20 +7,23 @@ Names precede arguments, and white space follows the models' own templates.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from servekit.gateway.tool_parsing.gemma import FUNCTION_GEMMA, GEMMA_4, Gemma
 from servekit.gateway.tool_parsing.grammars.closed_objects import OPEN
-from servekit.gateway.tool_parsing.grammars.lark import Lark, join_parts, one_of
+from servekit.gateway.tool_parsing.grammars.lark import SELF, Lark, join_parts, one_of
 from servekit.gateway.tool_parsing.pythonic import PYTHON_MARKERS
 from servekit.gateway.tool_parsing.tagged_calls import (
+    DSML,
     GLM,
     INVOKE,
     QWEN,
     Kinds,
     Tags,
+    find_reference,
     list_kinds,
     properties_of,
 )
@@ -97,6 +100,21 @@ def _write_template(syntax: Syntax) -> tuple[str, str]:
     )
 
 
+def _write_cohere(syntax: Syntax) -> tuple[str, str]:
+    lark = syntax.lark
+    begin = lark.literal('{"tool_call_id": "')
+    number = f"{begin} {lark.rule('/[0-9]{1,2}/')}"
+
+    def write_call(name: str, schema: dict[str, Any]) -> str:
+        head = lark.literal(f'", "tool_name": {json.dumps(name)}, "parameters": ')
+        return f"{number} {head} {lark.json(schema)} {lark.literal('}')}"
+
+    space = lark.space()
+    calls = join_parts(syntax.any_tool(write_call), f"{lark.literal(',')} {space}", syntax.many)
+    end = lark.literal("]", "<|END_ACTION|>")
+    return "<|START_ACTION|>", f"{lark.literal('[')} {space} {calls} {space} {end}"
+
+
 def _write_llama(syntax: Syntax) -> tuple[str, str]:
     # the model was trained for one call per turn, and its template refuses more
     return "", syntax.in_json("parameters")
@@ -166,8 +184,8 @@ def _write_tagged(tags: Tags) -> Writer:
         end = dialect.tool_end if dialect.tool_begin else tags.outer_end
         call = syntax.any_tool(lambda name, schema: _tagged_call(syntax, tags, name, schema))
         line = lark.literal("\n")
-        if tags is INVOKE:  # one pair of outer tags holds all calls
-            calls = join_parts(f"{line} {call}", "", syntax.many).replace("  ", " ")
+        if tags in (INVOKE, DSML):  # one pair of outer tags holds all calls
+            calls = f"{line} {call}" + (f" ({line} {call})*" if syntax.many else "")
             return begin, f"{calls} {lark.literal(chr(10), end)}"
         one = f"{line}? {call} {line}? {lark.literal(end)}"
         return begin, join_parts(one, f"{line}? {lark.literal(begin)}", syntax.many)
@@ -186,7 +204,7 @@ def _tagged_call(syntax: Syntax, tags: Tags, name: str, schema: Mapping[str, Any
         kinds = list_kinds(value, schema, known)
         part = f"{line}? {_tagged_argument(lark, tags, key, _with_defs(value, schema), kinds)}"
         arguments.append(part if key in required else f"({part})?")
-    if "properties" not in schema:  # arguments of any name
+    if "properties" not in schema and not tags.kinds[0]:  # arguments of any name
         begin = f"{line}? {lark.literal(tags.value[0])} " if tags.value[0] else ""
         end = lark.text_through_marker(tags.value[1])
         value = f"{lark.text_through_marker(tags.key[1])} {begin}{end}"
@@ -198,19 +216,30 @@ def _tagged_call(syntax: Syntax, tags: Tags, name: str, schema: Mapping[str, Any
 def _tagged_argument(lark: Lark, tags: Tags, key: str, schema: Any, kinds: set[str]) -> str:
     """Return the rule of one argument; unquoted text is free up to the closing tag."""
     line = lark.literal("\n")
+    of_text, of_json = tags.kinds
     if tags.value[0]:
         head = (
             f"{lark.literal(tags.key[0], key, tags.key[1])} {line}? {lark.literal(tags.value[0])}"
         )
     else:
-        head = lark.literal(tags.key[0] + key + tags.key[1])
+        kind = of_text if "text" in kinds else of_json
+        head = lark.literal(tags.key[0] + key + kind + tags.key[1])
     if kinds == {"text"} and "enum" in schema:
-        written = one_of([json.dumps(value, ensure_ascii=False) for value in schema["enum"]])
+        written = one_of([lark.literal(value) or '""' for value in schema["enum"]])
     elif "text" in kinds:
-        return f"{head} {lark.text_through_marker(tags.value[1])}"
+        text = f"{head} {lark.text_through_marker(tags.value[1])}"
+        if not of_json or kinds == {"text"}:
+            return text
+        head = lark.literal(tags.key[0] + key + of_json + tags.key[1])
+        return one_of([text, f"{head} {lark.json(schema)} {lark.literal(tags.value[1])}"])
     else:
         written = lark.json(schema)
-    return f"{head} {line}? {written} {line}? {lark.literal(tags.value[1])}"
+    if of_text:  # what stands between these tags is the value
+        line = ""
+    space = f"{line}?" if line else ""
+    return " ".join(
+        part for part in (head, space, written, space, lark.literal(tags.value[1])) if part
+    )
 
 
 def _list_required(schema: Mapping[str, Any]) -> set[str]:
@@ -243,21 +272,108 @@ def _write_pythonic(syntax: Syntax) -> tuple[str, str]:
 
 def _python_call(lark: Lark, name: str, schema: Mapping[str, Any]) -> str:
     """Return the rule of f(a=1, b="x"), with the arguments in the order of the schema."""
-    required = _list_required(schema)
-    properties = list(properties_of(schema).items())
-    parts = [
-        f"{lark.literal(f'{key}=')} {lark.json(_with_defs(v, schema))}" for key, v in properties
-    ]
-    needed = [key in required for key, _ in properties]
-    comma, tails = lark.literal(", "), [""]
+    parts = {
+        key: f"{lark.literal(f'{key}=')} {lark.json(_with_defs(v, schema))}"
+        for key, v in properties_of(schema).items()
+    }
+    inner = _in_order(lark, parts, _list_required(schema), ", ")
+    return " ".join(p for p in (lark.literal(f"{name}("), inner, lark.literal(")")) if p)
+
+
+def _in_order(
+    lark: Lark, members: Mapping[str, str], required: Container[str], separator: str
+) -> str:
+    """Return the expression for members in their order, those not required optional."""
+    parts = list(members.values())
+    needed = [key in required for key in members]
+    comma, tails = lark.literal(separator), [""]
     for part, must in zip(reversed(parts), reversed(needed), strict=True):
         own = f"{comma} {part}" if must else f"({comma} {part})?"
         tails.insert(0, lark.rule(f"{own} {tails[0]}".rstrip()))
     first = [f"{part} {tails[at + 1]}".rstrip() for at, part in enumerate(parts)]
     stop = needed.index(True) + 1 if True in needed else len(first)
     begins = one_of(first[:stop]) if first else ""
-    inner = f"({begins})?" if begins and True not in needed else begins
-    return " ".join(p for p in (lark.literal(f"{name}("), inner, lark.literal(")")) if p)
+    return f"({begins})?" if begins and True not in needed else begins
+
+
+# ---------------------------------------------------------------- Gemma
+
+#: The depth to which a schema of Gemma's arguments is followed; deeper values are free.
+_MAX_DEPTH = 32
+
+
+def _write_gemma(gemma: Gemma) -> Writer:
+    def write_all(syntax: Syntax) -> tuple[str, str]:
+        lark = syntax.lark
+
+        def write_call(name: str, schema: dict[str, Any]) -> str:
+            value = _GemmaValues(lark, gemma, schema).write(schema, _MAX_DEPTH)
+            return f"{lark.literal(f'call:{name}')} {value} {lark.literal(gemma.end)}"
+
+        calls = join_parts(syntax.any_tool(write_call), lark.literal(gemma.begin), syntax.many)
+        return gemma.begin, calls
+
+    return write_all
+
+
+class _GemmaValues:
+    """Writes the rules of values by a schema; text is free up to its closing quote."""
+
+    def __init__(self, lark: Lark, gemma: Gemma, root: Mapping[str, Any]) -> None:
+        self._lark = lark
+        self._gemma = gemma
+        self._root = root
+        self._text = f"{lark.literal(gemma.quote)} {lark.text_through_marker(gemma.quote)}"
+        self._known: dict[str, str] = {}  # rules by reference, so that each is followed once
+
+    def write(self, schema: Any, depth: int) -> str:
+        """Return the expression for a value."""
+        if not isinstance(schema, dict) or not depth:
+            return self._any()
+        if isinstance(reference := schema.get("$ref"), str):
+            return self._follow(reference, depth)
+        if list_kinds(schema, self._root, {}) == {"text"}:
+            return self._write_text(schema)
+        lark = self._lark
+        match schema.get("type"):
+            case "object" if "properties" in schema:
+                inner = self._write_members(schema, depth)
+                return f"{lark.literal('{')} {inner} {lark.literal('}')}"
+            case "array":
+                item = lark.rule(self.write(schema.get("items"), depth - 1))
+                return f'"[" ({item} ("," {item})*)? "]"'
+            case "integer" | "number" | "boolean" | "null":
+                return lark.json(_with_defs(schema, self._root))
+        return self._any()
+
+    def _follow(self, reference: str, depth: int) -> str:
+        if reference not in self._known:
+            self._known[reference] = self._any()  # within itself
+            target = find_reference(reference, self._root)
+            self._known[reference] = self._lark.rule(self.write(target, depth - 1))
+        return self._known[reference]
+
+    def _write_text(self, schema: Mapping[str, Any]) -> str:
+        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if not values:
+            return self._text
+        quote = self._gemma.quote
+        return one_of([self._lark.literal(quote, value, quote) for value in values])
+
+    def _write_members(self, schema: Mapping[str, Any], depth: int) -> str:
+        lark = self._lark
+        members = {
+            key: f"{lark.literal(f'{key}:')} {self.write(value, depth - 1)}"
+            for key, value in sorted(properties_of(schema).items())  # as the template sorts them
+        }
+        return lark.rule(_in_order(lark, members, _list_required(schema), ",") or '""')
+
+    def _any(self) -> str:
+        word = self._lark.json({"type": ["number", "boolean", "null"]})
+        key = self._lark.rule(r"/[^\s:,{}\[\]\"<>|]{1,100}:/")
+        items = f'"[" ({SELF} ("," {SELF})*)? "]"'
+        members = f'"{{" ({key} {SELF} ("," {key} {SELF})*)? "}}"'
+        return self._lark.rule(one_of([self._text, word, items, members]))
 
 
 #: The writers by `Dialect.tools`.
@@ -273,6 +389,10 @@ WRITERS: dict[str, Writer] = {
     "harmony": _write_harmony,
     "qwen3_coder": _write_tagged(QWEN),
     "invoke": _write_tagged(INVOKE),
+    "dsml": _write_tagged(DSML),
     "glm": _write_tagged(GLM),
+    "cohere": _write_cohere,
+    "gemma": _write_gemma(GEMMA_4),
+    "function_gemma": _write_gemma(FUNCTION_GEMMA),
     "pythonic": _write_pythonic,
 }

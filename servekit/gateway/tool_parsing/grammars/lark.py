@@ -26,6 +26,8 @@ _SPACE = r"/[ \n\r\t]{1,8}/"
 #: The most characters of all schemas of a grammar. A definition counts for each argument that
 #: refers to any; writing a megabyte takes some 70 ms, on the event loop.
 MAX_SCHEMA_CHARS = 4 * 2**20
+#: A rule's own name within its definition. JSON escapes this character.
+SELF = "\0"
 #: A rule named `start`, and its options.
 _START = re.compile(r"^start(?=\s*+(?:\[[^\]\n]*+\]\s*+)?:)", re.MULTILINE)
 
@@ -39,7 +41,7 @@ class Lark:
         self._schema_chars = 0
 
     def rule(self, definition: str, options: str = "") -> str:
-        """Add a rule, unless it exists, and return its name."""
+        """Add a rule, unless it exists, and return its name; SELF in it stands for its name."""
         known = self._rules.get(head := f"{options}: {definition}")
         if known is None:
             known = self._rules[head] = f"sk_{len(self._rules)}"
@@ -48,7 +50,7 @@ class Lark:
     def grammar(
         self, start: str, more: str = "", param: GrammarParam = "response_format"
     ) -> Grammar:
-        rules = "".join(f"{name}{head}\n" for head, name in self._rules.items())
+        rules = "".join(f"{name}{head.replace(SELF, name)}\n" for head, name in self._rules.items())
         return Grammar("lark", f"start: {start}\n{rules}{more}", param)
 
     # ---- parts
@@ -59,12 +61,23 @@ class Lark:
 
     def _part(self, part: str) -> str:
         token = self._tokens.get(part)
-        return json.dumps(part, ensure_ascii=False) if token is None else f"<[{token}]>"
+        if token is not None:
+            return f"<[{token}]>"
+        if found := self._find_token(part):
+            return self.literal(*part.partition(found))
+        return json.dumps(part, ensure_ascii=False)
+
+    def _find_token(self, text: str) -> str:
+        """Return the first token within a text; "" if there is none."""
+        found = [token for token in self._tokens if token in text]
+        return min(found, key=lambda token: (text.index(token), -len(token)), default="")
 
     def text_through_marker(self, marker: str) -> str:
         """Return the expression for any text up to and including the first `marker`."""
-        if marker in self._tokens:
-            return f"{self.rule('/(?s:.*)/')} {self._part(marker)}"
+        if found := self._find_token(marker):
+            before, _, behind = marker.partition(found)
+            text = self.rule(f"/(?s:.*){_quote_literal(before)}/")
+            return f"{text} {self.literal(found, behind)}"
         return self.rule(f"/(?s:.*){_quote_literal(marker)}/", "[lazy]")
 
     def json(self, schema: Any, space: str = _ARGUMENTS_SPACE) -> str:

@@ -60,6 +60,43 @@ def test_mistral_gets_ids_that_it_takes() -> None:
     assert text.count(call["id"]) == 2
 
 
+def test_kimi_gets_ids_that_name_the_function() -> None:
+    """Its template renders nothing else of a call but the arguments."""
+    kimi = template(
+        "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>"
+        "{% for c in m.tool_calls %}<|tool_calls_section_begin|>{{ c.id }} "
+        "{{ c.function.arguments | tojson }}{% endfor %}{{ m.tool_call_id }}{{ m.content }}"
+        "{% endfor %}"
+    )
+    again = [replace(TURNS[1], tool_calls=(replace(CALL, name="g"),)), TURNS[2]]  # of the same id
+    text = kimi.render([*TURNS, *again], [SENTINEL_TOOL])
+    for at, name in enumerate("fg"):
+        id = f"functions.{name}:{at}"
+        called = f'<|tool_calls_section_begin|>{id} {{"a": 1, "b": "é"}}<tool>{id}42'
+        assert called in text
+
+
+def test_calls_are_written_where_the_template_leaves_them_out() -> None:
+    """Else the model would see results of calls that it never made."""
+    granite = real("ibm-granite-granite-3.3-2B-Instruct")
+    text = granite.render(TURNS, [SENTINEL_TOOL])
+    call = '<|tool_call|>[{"name": "f", "arguments": {"a": 1, "b": "é"}}]<|end_of_text|>'
+    assert f"<|start_of_role|>assistant<|end_of_role|>{call}" in text
+    assert "<|start_of_role|>tool<|end_of_role|>42<|end_of_text|>" in text
+    assert "List of tools: [" in (
+        lfm := template(
+            "{% if tools %}List of tools: [{{ tools | tojson }}]{% endif %}"
+            "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        )
+    ).render(TURNS[:1], [SENTINEL_TOOL])
+    several = ToolCall("b", "g", '{"l": ["it\'s", true], "s": "it\'s \\"so\\""}')
+    said = [TURNS[0], ChatMessage("assistant", "Well.", tool_calls=(CALL, several)), TURNS[2]]
+    assert lfm.render(said, [SENTINEL_TOOL]).endswith(
+        "<user>hi<assistant>Well.\n<|tool_call_start|>"
+        """[f(a=1, b="é"), g(l=["it's", True], s="it's \\"so\\"")]<|tool_call_end|><tool>42"""
+    )
+
+
 def test_results_in_a_row_come_in_the_order_of_their_calls() -> None:
     """Whichever was done first: many templates show no ids."""
     first = tuple(ToolCall(id, "f", "{}") for id in "ab")

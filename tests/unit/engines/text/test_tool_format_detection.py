@@ -47,8 +47,18 @@ def template(source: str) -> ChatTemplate:
             Dialect("mistral", think_begin="[THINK]", think_end="[/THINK]"),
             True,
         ),
-        ("deepseek-ai-DeepSeek-R1-Distill-Qwen-32B", Dialect("deepseek", **THINK), False),
-        ("GLM-4.7-Flash", Dialect("glm", **THINK, thinks_at_once=True), True),
+        (
+            "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B",
+            Dialect("deepseek", **THINK, thinking_switches=(("enable_thinking", True),)),
+            False,
+        ),
+        (
+            "GLM-4.7-Flash",
+            Dialect(
+                "glm", **THINK, thinks_at_once=True, thinking_switches=(("enable_thinking", False),)
+            ),
+            True,
+        ),
         (
             "ibm-granite-granite-3.3-2B-Instruct",
             Dialect("template", tool_begin="<|tool_call|>", **THINK),
@@ -84,6 +94,19 @@ def test_real_templates(name: str, dialect: Dialect, takes: bool) -> None:
             '<parameter name="{{ k }}">{{ v }}</parameter>{% endfor %}</invoke></own:calls>',
             Dialect("invoke", "<own:calls>", "</own:calls>"),
         ),
+        (
+            "<calls:1>\n<｜DSML｜invoke name=\"{{ f.name }}\">{% for k, v in f.arguments | items %}"
+            '<｜DSML｜parameter name="{{ k }}" string="true">{{ v }}</｜DSML｜parameter>'
+            "{% endfor %}</｜DSML｜invoke>\n</calls:1>",
+            Dialect("dsml", "<calls:1>", "</calls:1>"),
+        ),
+        (
+            '<|START_ACTION|>[\n {"tool_call_id": "0", "tool_name": "{{ f.name }}", "parameters": '
+            "{{ f.arguments | tojson }}}\n]<|END_ACTION|>",
+            Dialect("cohere"),
+        ),
+        ("<|tool_call>call:{{ f.name }}{a:1}<tool_call|>", Dialect("gemma")),
+        ("<start_function_call>call:{{ f.name }}{a:1}", Dialect("function_gemma")),
         ("it calls {{ f.name }}", Dialect()),
         ("", Dialect()),
     ],
@@ -100,6 +123,7 @@ def test_what_a_template_writes_is_what_the_model_has_learnt(calls: str, dialect
         ("<tool_call> {...} </tool_call>", "hermes"),
         ("<tool_call> <function=name>", "qwen3_coder"),
         ("<|tool_call_start|>", "pythonic"),
+        ("List of tools: [", "pythonic"),
         ("<|python_tag|>", "llama3_json"),
     ],
 )
@@ -138,6 +162,20 @@ def test_thoughts_of_its_own(at_once: bool) -> None:
     found = find_dialect(template(source))
     assert (found.think_begin, found.think_end) == ("<my:think>", "</my:think>")
     assert found.thinks_at_once is at_once
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("switch", ["enable_thinking", "thinking", ""])
+def test_switches_of_thoughts(switch: str, at_once: bool) -> None:
+    """Some templates begin them at a switch, others unless there is one, or always."""
+    begins = "{% set at_once = " + (
+        f"{switch} | default({str(at_once).lower()}) %}}"
+        if switch
+        else f"{str(at_once).lower()} %}}"
+    )
+    found = find_dialect(template(begins + THINKS))
+    assert found.thinks_at_once is at_once
+    assert found.thinking_switches == (((switch, not at_once),) if switch else ())
 
 
 def test_the_file_has_the_last_word() -> None:

@@ -34,6 +34,8 @@ OWN = Dialect("pythonic", tool_begin="<py>", tool_end="</py>")
         ("'ä'", '"ä"'),
         ('"x, )]} = \'"', '"x, )]} = \'"'),
         ("'\\\\'", '"\\\\"'),
+        ("'two\nlines\r'", '"two\\nlines\\r"'),
+        ('"two\nlines"', '"two\\nlines"'),
         ("'\\d'", '"\\\\d"'),  # Python keeps an escape that it does not know
     ],
 )

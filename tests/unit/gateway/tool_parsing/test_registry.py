@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from servekit.gateway.tool_parsing import FAMILIES, ToolCallStart, begins_thinking, parser
+from servekit.gateway.tool_parsing.incremental_scanner import count_begun
 from servekit.protocol.messages import Dialect
 from servekit.protocol.tool_formats import MARKERS
 from tests.unit.gateway.tool_parsing.reading import (
@@ -22,8 +23,11 @@ from tests.unit.gateway.tool_parsing.reading import (
 )
 
 D = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
+V = "｜DSML｜"
 K = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 
+#: What closes texts within arguments, as JSON has it: the beginning of one is text at the end.
+CLOSINGS = (f"</{V}parameter>", '<|\\"|>', "<escape>")
 CALLS: list[tuple[str, str, Said]] = [
     ("llama3_json", '{"name": "f", "parameters": {"a": 1}}', [("f", '{"a": 1}')]),
     (
@@ -71,7 +75,7 @@ CALLS: list[tuple[str, str, Said]] = [
     (
         "qwen3_coder",
         "<function=f>\n<parameter=a>\nTrue\n</parameter>\n</function>\n</tool_call>",
-        [("f", '{"a": true}'), ("text", "\n</tool_call>")],
+        [("f", '{"a": true}')],
     ),
     (
         "glm",
@@ -86,6 +90,41 @@ CALLS: list[tuple[str, str, Said]] = [
         [("f", '{"a": 1}'), ("g", "{}")],
     ),
     ("function", '<function=f>{"a": 1}</function>\n', [("f", '{"a": 1}')]),
+    (
+        "dsml",
+        f'Hm.\n\n<{V}function_calls>\n<{V}invoke name="f">\n'
+        f'<{V}parameter name="a" string="true">3\n"é"</b>\n</{V}parameter>\n'
+        f'<{V}parameter name="b" string="false">{{"c": [1]}}</{V}parameter>\n'
+        f'<{V}parameter name="d">1</{V}parameter>\n</{V}invoke>\n'
+        f'<{V}invoke name="g">\n</{V}invoke>\n</{V}function_calls>',
+        [
+            ("text", "Hm."),
+            ("f", '{"a": "3\\n\\"é\\"</b>\\n", "b": {"c": [1]}, "d": 1}'),
+            ("g", "{}"),
+        ],
+    ),
+    (
+        "cohere",
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}},\n'
+        '    {"tool_call_id": "1", "tool_name": "g", "parameters": {}}\n]<|END_ACTION|>',
+        [("f", '{"a": 1}'), ("g", "{}")],
+    ),
+    (
+        "gemma",
+        'Hm.<|tool_call>call:f{a:<|"|>x "y"\n{é}, b:1<|"|>,b:true,c:[1,<|"|>]<|"|>,{d:None}],'
+        "e:-1.5,g:{},h:[]}<tool_call|><|tool_call>call:g{}<tool_call|>",
+        [
+            ("text", "Hm."),
+            ("f", '{"a": "x \\"y\\"\\n{é}, b:1", "b": true, "c": [1, "]", {"d": null}], '
+                  '"e": -1.5, "g": {}, "h": []}'),
+            ("g", "{}"),
+        ],
+    ),
+    ("gemma", '<|tool_call>call:f{ <|"|>a b<|"|>: up, "c": "d\\n" }<tool_call|>',
+        [("f", '{"a b": "up", "c": "d\\n"}')]),
+    ("function_gemma",
+        "<start_function_call>call:f{a:<escape>x<escape>,b:3}<end_function_call>",
+        [("f", '{"a": "x", "b": 3}')]),
     ("pythonic", '[f(a=1.50, b="x, )]", c=[1, {"d": None}]), g()]', [
         ("f", '{"a": 1.50, "b": "x, )]", "c": [1, {"d": null}]}'), ("g", "{}")]),
     ("pythonic", "[f(a='\\ud800', b=\"\\d\", c=\"\\ud83d\\ude00\")]", [
@@ -121,6 +160,10 @@ NO_CALLS: list[tuple[str, str]] = [
     ("glm", "<tool_call>f g</tool_call>"),
     ("invoke", '<minimax:tool_call>\n<invoke name="f"'),
     ("function", "<function=f>()</function>"),
+    ("dsml", f'<{V}function_calls>\n<{V}invoke name="f"'),
+    ("cohere", "<|START_ACTION|>[]<|END_ACTION|>"),
+    ("gemma", "<|tool_call>f{}<tool_call|>"),
+    ("gemma", "<|tool_call>call:f(a:1)"),
     ("pythonic", "[1, 2, 3]"),
     ("pythonic", "[link](there) and [f(a)]"),
     ("pythonic", "[f(x)]"),
@@ -153,6 +196,7 @@ def test_calls_cut_short_anywhere(tools: str, text: str, said: Said) -> None:
         part = all_cuts_agree(dialect(tools), text[:end])
         for (kind, words), (wanted, all_words) in zip(part, said, strict=False):
             if kind == wanted:
+                words = words[: len(words) - count_begun(words, 0, CLOSINGS)]
                 assert all_words.startswith(words) or kind in ("text", "thought")
 
 
@@ -293,11 +337,24 @@ def test_every_family_that_workers_know_can_be_read() -> None:
         ({"enable_thinking": False}, False, False),
         ({"thinking": True}, False, True),
         ({"enable_thinking": "no"}, False, True),
+        ({"thinking": False}, False, True),  # a switch that the template does not know
+        ({"thinking": False, "enable_thinking": False}, False, False),
     ],
 )
 def test_whether_the_prompt_has_begun_the_thoughts(
     template: dict[str, object], continues: bool, begun: bool
 ) -> None:
-    thinks = Dialect(think_begin="<think>", think_end="</think>", thinks_at_once=True)
+    off = (("enable_thinking", False),)
+    thinks = Dialect("", "", "", "<think>", "</think>", True, thinking_switches=off)
     assert begins_thinking(thinks, template, continues) is begun
     assert not begins_thinking(Dialect(), template, continues)
+
+
+def test_a_switch_may_make_the_template_begin_thoughts_or_leave_that_to_the_model() -> None:
+    """DeepSeek V3.1's begins them, Qwen3's does not: there an answer may come without any."""
+    switches = (("thinking", True), ("enable_thinking", True))
+    begins = Dialect("", "", "", "<think>", "</think>", thinking_switches=switches)
+    leaves = Dialect("", "", "", "<think>", "</think>")
+    on = {"thinking": True}
+    assert begins_thinking(begins, on, False) and not begins_thinking(begins, {}, False)
+    assert not begins_thinking(leaves, on, False)

@@ -166,7 +166,9 @@ async def test_a_preset_is_asked_as_over_http(
     """With its switch off, what an answer of a model that thinks at once begins with is text."""
     [worker] = await service.up(said={"reasoning_parser": "think"})
     info = worker.runner.info
-    info = replace(info, dialect=replace(info.dialect, thinks_at_once=True))
+    off_at = (("enable_thinking", False),)
+    dialect = replace(info.dialect, thinks_at_once=True, thinking_switches=off_at)
+    info = replace(info, dialect=dialect)
     off = {"enable_thinking": False, "thinking": False}
     presets = Preset("fast", {"top_k": 3}, "Be short.", off), Preset("same", {})
     status = replace(service.router.routes["m"].status, info=info, presets=presets)

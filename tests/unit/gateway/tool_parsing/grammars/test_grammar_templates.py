@@ -216,3 +216,30 @@ def test_python_with_the_markers_of_its_template() -> None:
     grammar = tool_grammar(spoken, parse_tool_choice(tools, "required"))
     texts = ("<py>[f()]</py>", "[f()]", "<py>[f()]")
     assert [fits(spoken, grammar, text) for text in texts] == [True, False, False]
+
+
+# ---------------------------------------------------------------- Gemma
+
+
+def test_gemma_has_texts_out_of_some_objects_lists_and_anything() -> None:
+    node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}, "n": WHOLE}}
+    schema = {
+        "properties": {
+            "up": {"enum": ["up", "dö wn"]},
+            "list": {"type": "array", "items": {"type": "string"}},
+            "node": {"$ref": "#/$defs/node"},
+            "any": {},
+        },
+        "$defs": {"node": node | {"required": ["n"]}},
+    }
+    good = [
+        '{up:<|"|>dö wn<|"|>}',
+        '{list:[<|"|>a, "b"<|"|>,<|"|>]<|"|>],up:<|"|>up<|"|>}',
+        '{any:{a:[1,true,<|"|>x<|"|>],b-c:{}},list:[]}',
+        "{node:{n:1,next:{n:2}}}",
+        "{}",
+    ]
+    wrong = ['{up:<|"|>left<|"|>}', "{list:[1]}", "{node:{}}", "{more:1}", "{any:x}", '{n:"x"}']
+    for given, fit in ((good, True), (wrong, False)):
+        calls = [f"<|tool_call>call:f{one}<tool_call|>" for one in given]
+        assert taken("gemma", schema, *calls) == [fit] * len(given)

@@ -53,6 +53,9 @@ TEXT = "Let me see. {a} <b> [c]"
 
 B, S = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
 D = f"<｜tool▁calls▁begin｜>{B}", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
+V = "｜DSML｜"
+#: Families that have no JSON object for arguments.
+NO_OBJECT = ("pythonic", "qwen3_coder", "invoke", "glm", "dsml", "gemma", "function_gemma")
 K = "<|tool_call_begin|>functions.", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 
 
@@ -97,6 +100,12 @@ def written(family: str, name: str, arguments: str) -> str:
         "invoke": f'<minimax:tool_call>\n<invoke name="{name}">{arguments}\n</invoke>\n'
         "</minimax:tool_call>",
         "glm": f"<tool_call>{name}\n{arguments}</tool_call>",
+        "dsml": f'<{V}function_calls>\n<{V}invoke name="{name}">{arguments}\n</{V}invoke>\n'
+        f"</{V}function_calls>",
+        "cohere": f'<|START_ACTION|>[\n    {{"tool_call_id": "0", "tool_name": "{name}", '
+        f'"parameters": {arguments}}}\n]<|END_ACTION|>',
+        "gemma": f"<|tool_call>call:{name}{{{arguments}}}<tool_call|>",
+        "function_gemma": f"<start_function_call>call:{name}{{{arguments}}}<end_function_call>",
     }[family]
 
 
@@ -111,15 +120,25 @@ def tagged(family: str, **values: str) -> str:
 
 
 def arguments(family: str, city: str | None, **others: Any) -> str:
+    values = ({"city": city} if city is not None else {}) | others
     if family == "pythonic":
-        parts = ([f"city={json.dumps(city)}"] if city is not None else []) + [
-            f"{key}={json.dumps(value)}" for key, value in others.items()
-        ]
-        return ", ".join(parts)
+        return ", ".join(f"{key}={json.dumps(value)}" for key, value in values.items())
+    if family in ("gemma", "function_gemma"):
+        quote = "<escape>" if family == "function_gemma" else '<|"|>'
+        return ",".join(
+            f"{key}:" + (f"{quote}{value}{quote}" if isinstance(value, str) else json.dumps(value))
+            for key, value in values.items()
+        )
+    if family == "dsml":
+        return "".join(
+            f'\n<{V}parameter name="{key}" string="{str(isinstance(value, str)).lower()}">'
+            f"{value if isinstance(value, str) else json.dumps(value)}</{V}parameter>"
+            for key, value in values.items()
+        )
     if family in ("qwen3_coder", "invoke", "glm"):
-        values = {key: v if isinstance(v, str) else json.dumps(v) for key, v in others.items()}
-        return tagged(family, **({"city": city} if city is not None else {}), **values)
-    return json.dumps(({"city": city} if city is not None else {}) | others)
+        texts = {key: v if isinstance(v, str) else json.dumps(v) for key, v in values.items()}
+        return tagged(family, **texts)
+    return json.dumps(values)
 
 
 @cache
@@ -171,12 +190,12 @@ def test_required_takes_calls_by_their_schemas_and_nothing_else(
     assert grammar is not None and grammar.param == "tools"  # what an error is to name
     for values in ({}, {"days": 3}, {"days": 3, "unit": "F"}, {"unit": "C"}):
         text = written(family, "weather", arguments(family, 'Bern "x"', **values))
-        if family in ("qwen3_coder", "invoke", "glm"):
+        if family in NO_OBJECT[1:]:
             text = text.replace('\\"', '"')
         assert fits(spoken, grammar, text), text
         ((name, given),) = said(spoken, text)
         assert (name, json.loads(given)) == ("weather", {"city": 'Bern "x"'} | values)
-    empty = "" if family in ("pythonic", "qwen3_coder", "invoke", "glm") else "{}"
+    empty = "" if family in NO_OBJECT else "{}"
     assert fits(spoken, grammar, written(family, "clock", empty))
     for wrong in (
         TEXT,
