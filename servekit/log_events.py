@@ -196,6 +196,8 @@ EVENTS = {
     "hub_commit_resolved": "Serving {repo} at the commit {commit}",
     "hub_commit_pinned": "Serving {repo} at the commit {commit}, where {revision} was when it was"
     " first fetched; to follow it, name a commit in the configuration or delete {file}",
+    "hub_file_damaged": "{path} has not the {size_bytes} bytes that the hub states, and is fetched"
+    " again",
     "hub_unreachable": "The hub cannot be reached, and {repo} is served as cached: {reason}",
     "prefetch_failed": "The model cannot be fetched ahead: {reason}",
     "package_fetch_started": "Fetching {requirement}",
