@@ -111,8 +111,7 @@ class SlotSteps:
         if self._mixing is None:
             return 0
         numbers = self._slots.ints[:size, batch_slots.ADAPTER]
-        spare = [None] * (size - len(adapters))
-        generation = self._mixing.lay_out_slots([*adapters, *spare], numbers)
+        generation = self._mixing.lay_out_slots(adapters, numbers)
         if generation and generation != self._generation:
             self.graphs.keep_generation(generation)
             self._generation = generation

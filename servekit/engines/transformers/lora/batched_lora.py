@@ -174,14 +174,18 @@ class BatchedLora:
     def lay_out_slots(self, adapters: Sequence[Adapter | None], numbers: Tensor) -> int:
         """Set the layout of a decode step; return the generation of graphs that it needs.
 
-        `adapters` has each slot's, and `numbers` [slots] its number on the device, where the step
-        reads it. Without adapters the generation is 0.
+        `adapters` are those of the first slots, and `numbers` [slots] has their numbers on the
+        device, where the step reads them. Without adapters the generation is 0.
         """
-        if numbers.device.type == "cpu" or not any(one and one.factors for one in adapters):
-            self.lay_out([Part(one, sys.maxsize, 1) for one in adapters])
+        self.step = self.numbers = None
+        if not any(one is not None and one.factors for one in adapters):
+            return 0
+        if numbers.device.type == "cpu":
+            spare = [None] * (len(numbers) - len(adapters))
+            self.lay_out([Part(one, sys.maxsize, 1) for one in (*adapters, *spare)])
             return 0
         self.table.send()
-        self.step, self.numbers = None, numbers
+        self.numbers = numbers
         return self.table.generation
 
     @contextmanager
