@@ -103,7 +103,7 @@ def instance(wish: argparse.Namespace) -> Iterator[tuple[str, str]]:
         return
     port = _free_port()
     model = {"name": "smollm2", "path": load_config(DEMO).models[0].path, "device": "cpu"}
-    server = {"legacy": "huixiangdou", "legacy_port": port}
+    server = {"legacy": "huixiangdou", "legacy_port": port, "store_responses": {}}
     wish.eyes, wish.ears, wish.whisper = EYES, EARS, WHISPER
     with (
         tempfile.TemporaryDirectory() as models,

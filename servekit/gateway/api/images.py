@@ -1,4 +1,4 @@
-"""Images and recordings of a request's messages: decoded from base64, known by their first bytes.
+"""Images, recordings and files of a request's messages: decoded from base64, known by their bytes.
 
 A gateway has no decoder of them. It looks for the signature of a format, and for the size that an
 image's file states; the engine decodes the file.
@@ -82,6 +82,29 @@ def read_base64_audio(text: str, where: str) -> Media:
     if not kind:
         raise RequestError(f"{where}: this is no WAV, MP3, FLAC or Ogg file", param=where)
     return Media(data, kind)
+
+
+def read_text_file(data: str | None, name: str | None, where: str) -> str:
+    """Return the text of a file in base64, or in a `data:` URI, after its name.
+
+    Raises RequestError, for files that are no text as well: no model here reads them.
+    """
+    if data is None:
+        said = f"{where}: a file needs `file_data`; one that was uploaded cannot be read here"
+        raise Unsupported(said, param=where)
+    found = _DATA_URI.match(data)
+    raw = _decode(data if found is None else data[found.end() :], where)
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text or raw.startswith(b"%PDF-"):
+        raise Unsupported(
+            f"{where}: files are read here if they are text in UTF-8; send the text of others, such"
+            " as PDF",
+            param=where,
+        )
+    return f"{name}\n{text}" if name else text
 
 
 def _decode(text: str, where: str) -> bytes:

@@ -62,6 +62,16 @@ await check("object", async () => {
   schema.parse(object);
 });
 
+// The default of its OpenAI provider; items of the first turn are referred to by their ids.
+await check("responses_of_two_turns", async () => {
+  const asked = { model: openai(SERVED_MODEL), maxOutputTokens: 16, maxRetries: 0 };
+  const question = { role: "user", content: prompt };
+  const first = await generateText({ ...asked, messages: [question] });
+  const messages = [question, ...first.response.messages, { role: "user", content: "And Spain?" }];
+  const second = await generateText({ ...asked, messages });
+  assert(first.text && second.usage.inputTokens > first.usage.inputTokens, second.usage);
+});
+
 // Ask about a picture or a recording, whole and streamed; the texts are the same.
 async function ask(model, part) {
   const content = [{ type: "text", text: "What is this?" }, part];

@@ -62,6 +62,16 @@ def models() -> None:
     assert client.models.retrieve(MODEL).id == MODEL
 
 
+def document() -> None:
+    source = {"type": "text", "media_type": "text/plain", "data": "The password is swordfish."}
+    blocks = [{"type": "document", "source": source}, {"type": "text", "text": "The password?"}]
+    turns = [{"role": "user", "content": blocks}]
+    made = client.messages.create(model=MODEL, messages=turns, max_tokens=16, extra_body=GREEDY)
+    plain = [{"role": "user", "content": "The password?"}]
+    count = client.messages.count_tokens(model=MODEL, messages=plain).input_tokens
+    assert made.usage.input_tokens > count, (made.usage, count)
+
+
 def picture() -> None:
     """In a message and in a tool's result, whole and streamed, and counted."""
     source = {"type": "base64", "media_type": "image/png", "data": encode(PICTURE)}
@@ -85,7 +95,7 @@ def picture() -> None:
         assert text and text == made.content[0].text, (text, made)
 
 
-for test in (message, stream, forced_tool, forced_tool_streamed, models):
+for test in (message, stream, forced_tool, forced_tool_streamed, document, models):
     check(test.__name__, test)
 if EYES:
     check("picture", picture)

@@ -96,6 +96,12 @@ def responses() -> None:
     assert made.output_text, made
 
 
+def counted_response() -> None:
+    counted = client.responses.input_tokens.count(model=MODEL, input=QUESTION)
+    made = client.responses.create(model=MODEL, input=QUESTION, max_output_tokens=16)
+    assert counted.input_tokens == made.usage.input_tokens, (counted, made.usage)
+
+
 def forced_response() -> None:
     tool = {"type": "function", **LOOK["function"], "strict": False}
     made = client.responses.create(
@@ -175,7 +181,7 @@ def translation() -> None:
 
 
 for test in (models, chat, stream, forced_tool, forced_tool_streamed, cut_tool, tool_result,
-             responses, forced_response, model_left_out):  # fmt: skip
+             responses, counted_response, forced_response, model_left_out):  # fmt: skip
     check(test.__name__, test)
 for test in (picture, picture_in_response) if EYES else ():
     check(test.__name__, test)

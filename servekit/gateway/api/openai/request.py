@@ -10,7 +10,12 @@ from typing import Any, cast
 import msgspec
 
 from servekit.errors import RequestError, Unsupported
-from servekit.gateway.api.images import make_message, read_base64_audio, read_data_uri
+from servekit.gateway.api.images import (
+    make_message,
+    read_base64_audio,
+    read_data_uri,
+    read_text_file,
+)
 from servekit.gateway.api.openai.schema import (
     PLAIN_MAX_TOKENS,
     AudioUrl,
@@ -19,6 +24,7 @@ from servekit.gateway.api.openai.schema import (
     Common,
     CompletionRequest,
     ContentPart,
+    FileData,
     ImageUrl,
     InMessage,
     InputAudio,
@@ -373,9 +379,12 @@ def _part(part: ContentPart, where: str) -> str | Media:
         return read_audio(part.input_audio, f"{where}.input_audio")
     if part.type == "audio_url":
         return _audio_url(part.audio_url, f"{where}.audio_url")
+    if part.type == "file":
+        file = part.file or FileData()
+        return read_text_file(file.file_data, file.filename, f"{where}.file")
     if part.type != "text":
         raise Unsupported(
-            f"{where}: parts are of type text, image_url or input_audio, not {part.type!r}",
+            f"{where}: parts are of type text, image_url, input_audio or file, not {part.type!r}",
             param=where,
         )
     if part.text is None:

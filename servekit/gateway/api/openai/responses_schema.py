@@ -27,7 +27,7 @@ from servekit.gateway.api.fields import (
     Stream,
     doc,
 )
-from servekit.gateway.api.images import make_message, read_data_uri
+from servekit.gateway.api.images import make_message, read_data_uri, read_text_file
 from servekit.gateway.api.openai.request import read_audio, schema_grammar
 from servekit.gateway.api.openai.schema import (
     Count,
@@ -54,11 +54,13 @@ Refused = Annotated[Any, Meta(description=_NOT_STORED, extra_json_schema={"enum"
 class Part(msgspec.Struct, omit_defaults=True):
     """A part of a message, or of the result of a tool."""
 
-    type: Annotated[str, doc("The type of the part: text, an image, a recording, or a refusal")]
+    type: Annotated[str, doc("Its type: text, an image, a recording, a file, or a refusal")]
     text: Annotated[str, doc("The text")] | None = None
     image_url: Annotated[str, doc("The image itself, as `data:image/png;base64,…`")] | None = None
     detail: Annotated[str, doc("The resolution that the model sees")] | None = None
     input_audio: Annotated[InputAudio | None, doc("The recording")] = None
+    file_data: Annotated[str, doc("A file of text, as `data:text/plain;base64,…`")] | None = None
+    filename: Annotated[str, doc("Its name, which the model reads before it")] | None = None
     refusal: Annotated[str, doc("The text of a refusal")] | None = None
 
 
@@ -371,9 +373,12 @@ def _part(part: Part, where: str) -> str | Media:
         return read_data_uri(part.image_url, f"{where}.image_url", part.detail)
     if part.type == "input_audio":
         return read_audio(part.input_audio, f"{where}.input_audio")
+    if part.type == "input_file":
+        return read_text_file(part.file_data, part.filename, where)
     if part.type not in ("input_text", "output_text", "text", "reasoning_text", "summary_text"):
         raise Unsupported(
-            f"{where}: parts are of type input_text, input_image or input_audio, not {part.type!r}",
+            f"{where}: parts are of type input_text, input_image, input_audio or input_file, not"
+            f" {part.type!r}",
             param=where,
         )
     if part.text is None:

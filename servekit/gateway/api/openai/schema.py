@@ -142,13 +142,22 @@ class AudioUrl(msgspec.Struct):
     url: Annotated[str, doc("The file, as data:audio/wav;base64,…")]
 
 
+class FileData(msgspec.Struct):
+    """A file of text."""
+
+    file_data: Annotated[str, doc("The file, as `data:text/plain;base64,…`")] | None = None
+    filename: Annotated[str, doc("Its name, which the model reads before it")] | None = None
+
+
 class ContentPart(msgspec.Struct):
-    """A part of a message: text, an image or a recording."""
+    """A part of a message: text, an image, a recording or a file."""
 
     type: Annotated[
         str,
         Meta(
-            extra_json_schema={"enum": ["text", "image_url", "input_audio", "audio_url", "refusal"]}
+            extra_json_schema={
+                "enum": ["text", "image_url", "input_audio", "audio_url", "file", "refusal"]
+            }
         ),
     ]
     """The type of the part."""
@@ -156,6 +165,7 @@ class ContentPart(msgspec.Struct):
     image_url: Annotated[ImageUrl | str, doc("The image")] | None = None
     input_audio: Annotated[InputAudio | None, doc("The recording")] = None
     audio_url: Annotated[AudioUrl | str, doc("The recording")] | None = None
+    file: Annotated[FileData | None, doc("The file, whose text the model reads")] = None
     refusal: Annotated[str, doc("The text of a refusal")] | None = None
 
 

@@ -422,6 +422,15 @@ def test_images_and_recordings_stand_where_they_were_sent(part: dict[str, Any], 
     assert (str(before).strip(), str(after).strip()) == ("a", "b")
 
 
+@pytest.mark.parametrize("begin", ["", "data:text/plain;base64,", "data:;base64,"])
+def test_a_file_is_its_text_after_its_name(begin: str) -> None:
+    file = {"filename": "a.csv", "file_data": begin + encode(b"\xef\xbb\xbf1;2")}
+    parts = [{"type": "text", "text": "Sum?"}, {"type": "file", "file": file}]
+    assert message(content=parts).content == "Sum?\na.csv\n1;2"
+    parts[1] = {"type": "file", "file": {"file_data": file["file_data"]}}
+    assert message(content=parts).content == "Sum?\n1;2"
+
+
 def test_an_image_keeps_the_wish_for_its_resolution() -> None:
     url = {"url": f"data:image/png;base64,{encode(PICTURE)}", "detail": "high"}
     assert message(content=[{"type": "image_url", "image_url": url}]).media[0].detail == "high"
@@ -445,7 +454,13 @@ def test_an_image_keeps_the_wish_for_its_resolution() -> None:
         ),
         ({"type": "text"}, "", "a text part needs `text`"),
         ({"type": "refusal"}, "", "not 'refusal'"),
-        ({"type": "video"}, "", "parts are of type text, image_url or input_audio, not 'video'"),
+        ({"type": "video"}, "", "text, image_url, input_audio or file, not 'video'"),
+        ({"type": "file"}, ".file", "a file needs `file_data`"),
+        ({"type": "file", "file": {"file_id": "file-1"}}, ".file", "a file needs `file_data`"),
+        ({"type": "file", "file": {"file_data": encode(b"%PDF-1.7")}}, ".file", "such as PDF"),
+        ({"type": "file", "file": {"file_data": encode(b"a\0b")}}, ".file", "such as PDF"),
+        ({"type": "file", "file": {"file_data": encode(b"\xff")}}, ".file", "such as PDF"),
+        ({"type": "file", "file": {"file_data": "ä"}}, ".file", "not base64"),
     ],
 )
 def test_a_part_that_is_wrong_is_named_by_its_place(

@@ -209,6 +209,12 @@ def test_wrong_arguments_of_an_earlier_call_are_told_to_the_template(arguments: 
     assert json.loads(message.tool_calls[0].arguments) == {"INVALID_JSON": arguments}
 
 
+def test_a_file_of_text_is_read_after_its_name() -> None:
+    part = {"type": "input_file", "filename": "a.txt", "file_data": "data:text/plain;base64,w6Q="}
+    [message] = talk({"role": "user", "content": [part, {"type": "input_text", "text": "?"}]})
+    assert message.content == "a.txt\nä\n?"
+
+
 @pytest.mark.parametrize(
     ("item", "param", "said"),
     [
@@ -227,7 +233,7 @@ def test_wrong_arguments_of_an_earlier_call_are_told_to_the_template(arguments: 
         (
             {"role": "user", "content": [{"type": "input_file"}]},
             "input[1].content[0]",
-            "parts are of type input_text, input_image or input_audio, not 'input_file'",
+            "a file needs `file_data`",
         ),
         (
             {"role": "user", "content": [{"type": "input_image"}]},
