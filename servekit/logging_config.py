@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import sys
 import textwrap
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import structlog
 
@@ -31,6 +34,13 @@ _COLOURS = {"debug": "\x1b[2m", "warning": "\x1b[33m", "error": "\x1b[31m", "cri
 _DIM, _CYAN, _RESET = "\x1b[2m", "\x1b[36m", "\x1b[0m"
 #: Size of a log file, and the number of older ones that are kept.
 _FILE_BYTES, _FILES = 10 * 2**20, 3
+#: Lines that wait for a reader who has stopped.
+_MOST_WAITING = 1000
+#: How long a process that ends waits for them to be read.
+_LAST_S = 1.0
+#: What a pipe that is writable surely takes at once, a page; see pipe(7). A character is encoded in
+#: six bytes at most, as what cannot be encoded is escaped.
+_PIECE_BYTES, _CHARACTER_BYTES = 4096, 6
 #: Fields that a line for people shows elsewhere or not at all.
 _APART = ("event", "timestamp", "level", "logger", "component", "child", "exception", "stack")
 
@@ -108,7 +118,7 @@ def configure(
             *_renderers(json=json, terminal=file is None and sys.stderr.isatty()),
         ],
     )
-    handler = logging.StreamHandler(sys.stderr) if file is None else _open_file(file)
+    handler = PatientHandler(sys.stderr) if file is None else _open_file(file)
     handler.setFormatter(formatter)
     root = logging.getLogger()
     root.handlers[:] = [handler]
@@ -125,6 +135,83 @@ def configure(
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=True,
     )
+
+
+def is_writable(fd: int, within_s: float | None = 0.0) -> bool:
+    """Return whether a write of up to a page does not wait for whoever reads this descriptor.
+
+    Wait for it for this long, None: for ever.
+    """
+    writing = select.poll()
+    writing.register(fd, select.POLLOUT)
+    return bool(writing.poll(None if within_s is None else max(0, int(1000 * within_s))))
+
+
+class PatientHandler(logging.StreamHandler[TextIO]):
+    """Writes to stderr, and never waits for whoever reads it: the process has other work.
+
+    A terminal that is paused (Ctrl-S), `| less` or a log shipper that hangs would stop the loop of
+    a process in the middle of a log line. Lines wait until they are read, up to a limit.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._fd = sys.__stderr__.fileno() if sys.__stderr__ else 2
+        self._waiting: deque[str] = deque()
+        self._lost = 0
+        self._waits = False  # a thread waits for the reader
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = f"{self.format(record)}\n"
+            if len(self._waiting) >= _MOST_WAITING:
+                self._lost += 1
+                return
+            if self._lost:
+                text = f"[{self._lost} lines lost: nobody read the log]\n{text}"
+                self._lost = 0
+            self._waiting.append(text)
+            self._write_waiting()
+            if self._waiting and not self._waits:
+                self._waits = True
+                threading.Thread(target=self._await_reader, name="log", daemon=True).start()
+        except Exception:
+            self._waiting.clear()
+            self.handleError(record)
+
+    def close(self) -> None:
+        """Give the reader a last second for what waits: the process ends."""
+        until = time.monotonic() + _LAST_S
+        self.acquire()
+        try:
+            while self._waiting and is_writable(self._fd, until - time.monotonic()):
+                self._write_waiting()
+        except (OSError, ValueError):
+            self._waiting.clear()
+        finally:
+            self.release()
+        super().close()
+
+    def _write_waiting(self) -> None:
+        while self._waiting and is_writable(self._fd):
+            text = self._waiting.popleft()
+            size = _PIECE_BYTES if text.isascii() else _PIECE_BYTES // _CHARACTER_BYTES
+            self.stream.write(text[:size])
+            self.stream.flush()
+            if rest := text[size:]:
+                self._waiting.appendleft(rest)
+
+    def _await_reader(self) -> None:
+        while self._waits:
+            is_writable(self._fd, None)
+            self.acquire()
+            try:
+                self._write_waiting()
+            except (OSError, ValueError):  # the reader, or the stream, is gone
+                self._waiting.clear()
+            finally:
+                self._waits = bool(self._waiting)
+                self.release()
 
 
 def _open_file(path: Path) -> logging.Handler:

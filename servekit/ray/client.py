@@ -18,6 +18,7 @@ from servekit.config.sections.cluster import RayConfig
 from servekit.protocol.control.ray_messages import (
     Answer,
     ClusterJoined,
+    DriverAlive,
     Exited,
     FromCluster,
     JoinCluster,
@@ -30,12 +31,17 @@ from servekit.protocol.control.ray_messages import (
     PlacementWaits,
     RequestFailed,
 )
+from servekit.protocol.messages import Ping
 from servekit.supervisor.lifecycle.exit_history import StartReason
 from servekit.supervisor.lifecycle.managed_process import ManagedProcess, SupervisorContext
 from servekit.supervisor.process.child_process import Command
 
 if TYPE_CHECKING:
     from servekit.ray.actors import RayActors
+
+#: Interval of pings to the process, and the silence after which it is replaced.
+_PING_EVERY_S = 5.0
+SILENT_S = 30.0
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
@@ -86,6 +92,7 @@ class Cluster(ManagedProcess[FromCluster]):
         self._join_id = 0
         self._turn = 0  # our position in Ray's order of jobs
         self._since = time.time()
+        self._pinged_at = self._heard_at = 0.0  # on the monotonic clock
 
     def command(self) -> Command:
         return Command(
@@ -116,7 +123,10 @@ class Cluster(ManagedProcess[FromCluster]):
         )
 
     def receive(self, message: FromCluster) -> None:
+        self._heard_at = time.monotonic()
         match message:
+            case DriverAlive():
+                pass
             case ClusterJoined(_, nodes, turn, own):
                 self._turn = turn
                 log.info("ray_joined", nodes=len(nodes))
@@ -169,8 +179,26 @@ class Cluster(ManagedProcess[FromCluster]):
             self.child.send(message)
 
     def check_health(self) -> None:
+        """Ping the process, and replace it if it does not answer: without it no worker starts."""
         super().check_health()
         self._listener.check()
+        now = time.monotonic()
+        if self.state != "ready" or self.child is None:
+            return
+        if self.silent_s > SILENT_S:
+            self.kill_stalled(f"it did not answer for {SILENT_S:g} s, killed")
+        elif not self.silent_s and now - self._pinged_at >= _PING_EVERY_S:
+            self._pinged_at = now
+            self.child.send(Ping(0))
+
+    def forgive_suspension(self) -> None:
+        """Restart the silence timer: the supervisor was suspended and could read no answer."""
+        self._pinged_at = self._heard_at = time.monotonic()
+
+    @property
+    def silent_s(self) -> float:
+        owes = self.state == "ready" and self._heard_at < self._pinged_at
+        return time.monotonic() - self._pinged_at if owes else 0.0
 
     def keep_places(self, names: tuple[str, ...]) -> None:
         self.notify(KeepPlaces(names))

@@ -31,10 +31,8 @@ from servekit.protocol.residency import KeepAlive, ModelDemand
 from servekit.protocol.transport.credentials import Renew
 from servekit.protocol.transport.socket_handover import heir_path
 from servekit.request_log import file_of
-from servekit.supervisor.event_log import journal
 from servekit.supervisor.lifecycle.exit_history import StartReason
 from servekit.supervisor.lifecycle.managed_process import ManagedProcess, SupervisorContext
-from servekit.supervisor.lifecycle.remote_process import AnyChild
 from servekit.supervisor.process import environment
 from servekit.supervisor.process.child_process import Command
 from servekit.supervisor.quarantine import aged
@@ -77,7 +75,6 @@ class Gateway(ManagedProcess[FromGateway]):
         self._budgets = KeyBudgets()
         self._sent = self._told = 0  # serial numbers of topologies
         self._asked_at = self.answered_at = 0.0  # on the monotonic clock
-        self._killing: asyncio.Task[None] | None = None
         self._credentials_fd: int | None = None  # until the gateway has them
         self._unused: set[str] = set()  # adapters withdrawn from service that no request there uses
         #: The demand for each model that is loaded on demand, and when it was reported.
@@ -235,18 +232,10 @@ class Gateway(ManagedProcess[FromGateway]):
             self.child.send(Renew(due))
         silent_s = self.silent_s
         if silent_s > SILENT_S:
-            self._give_up(self.child, f"it did not answer for {SILENT_S:g} s, killed")
+            self.kill_stalled(f"it did not answer for {SILENT_S:g} s, killed")
         elif not silent_s and now - self._asked_at >= _ASK_EVERY_S:
             self._asked_at = now
             self.child.send(Ping(0))
-
-    def _give_up(self, child: AnyChild[FromGateway], cause: str) -> None:
-        if not self.change_state("stall", cause):
-            return
-        log.error("process_stalled", child=self.name, pid=child.pid, reason=cause)
-        journal.record_event("stalled", cause, worker=self.name, pid=child.pid)
-        self.stalls += 1
-        self._killing = self._loop.create_task(child.dump_and_kill(cause))
 
     def forgive_suspension(self) -> None:
         """Restart the silence timer: the supervisor was suspended and could read no answer."""

@@ -138,12 +138,7 @@ def test_a_driver_that_is_killed_repeats_no_line_of_a_log(service: Service) -> N
     logs = [service.up.run_dir / "logs" / f"a~{number}.log" for number in range(2)]
     before = [log.read_text() for log in logs]
     assert all(before)
-    [driver] = [
-        process.pid
-        for process in procfs.find_descendants(service.up.pid)
-        if "servekit.ray.process" in procfs.command_line(process.pid)
-    ]
-    os.kill(driver, signal.SIGKILL)
+    os.kill(driver_of(service), signal.SIGKILL)
     service.up.until("another joins", lambda: service.up.log.count("ray_joined") == 2, PATIENCE_S)
     os.kill(service.up.replica("a/0").pid, signal.SIGKILL)  # so that a line comes after them
     service.up.until("it has died", lambda: service.up.replica("a/0").restarts >= 1, PATIENCE_S)
@@ -154,6 +149,32 @@ def test_a_driver_that_is_killed_repeats_no_line_of_a_log(service: Service) -> N
         1,
         1,
     ]
+
+
+def test_a_driver_that_hangs_is_replaced_and_then_a_worker(service: Service) -> None:
+    joined = service.up.log.count("ray_joined")
+    os.kill(driver_of(service), signal.SIGSTOP)
+    before = service.up.replica("a/0")
+    os.kill(before.pid, signal.SIGKILL)
+    service.up.until(
+        "another joins", lambda: service.up.log.count("ray_joined") > joined, PATIENCE_S
+    )
+    service.up.until(
+        "the worker is replaced",
+        lambda: service.up.replica("a/0").pid not in (0, before.pid),
+        PATIENCE_S,
+    )
+    service.until_both_serve()
+    assert say(service.up.url, "again") == "again"
+
+
+def driver_of(service: Service) -> int:
+    [driver] = [
+        process.pid
+        for process in procfs.find_descendants(service.up.pid)
+        if "servekit.ray.process" in procfs.command_line(process.pid)
+    ]
+    return driver
 
 
 def test_a_supervisor_that_is_killed_is_followed_by_one_that_adopts(

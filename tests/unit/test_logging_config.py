@@ -117,3 +117,37 @@ def test_a_traceback_elsewhere_is_pythons_own_without_values() -> None:
     assert "Traceback (most recent call last):" in written
     assert "ZeroDivisionError: division by zero" in written
     assert "locals" not in written
+
+
+#: Logs more than a pipe takes, before its log is read and after it.
+TALKER = """
+import sys, structlog
+from servekit import logging_config
+logging_config.configure("supervisor", json=True)
+log = structlog.get_logger("servekit.supervisor")
+for number in range(5000):
+    log.info("line", number=number, text="x" * 100)
+print("went on", flush=True)
+sys.stdin.readline()
+log.info("last", text="x" * 10000)
+"""
+
+
+def test_a_log_that_nobody_reads_for_a_while_holds_up_nothing() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", TALKER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin and process.stdout and process.stderr
+        assert process.stdout.readline() == "went on\n"
+        lines = [process.stderr.readline() for _ in range(1100)]  # so that others have room
+        process.stdin.write("\n")
+        process.stdin.flush()
+        lines += process.stderr.readlines()
+    *kept, lost, last = lines
+    assert [json.loads(line)["number"] for line in kept] == list(range(len(kept)))
+    assert lost == f"[{5000 - len(kept)} lines lost: nobody read the log]\n"
+    assert json.loads(last)["text"] == "x" * 10000

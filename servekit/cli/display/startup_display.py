@@ -27,6 +27,7 @@ from rich.text import Text
 from servekit.cli.display.tables import progress_text, replica_note, state_text
 from servekit.config.engines.options import KINDS
 from servekit.log_events import OUTPUT
+from servekit.logging_config import PatientHandler, is_writable
 from servekit.protocol.messages import Link, ModelStatus, Progress, Refused, ReplicaStatus, Status
 from servekit.sanitize import strip_controls
 
@@ -169,7 +170,7 @@ class _Picture:
 
     def _draw(self) -> None:
         self._due = None
-        if self._newest is not None:
+        if self._newest is not None and is_writable(2):
             self._live.update(picture(self._newest), refresh=True)
 
     def close(self) -> None:
@@ -181,7 +182,7 @@ class _Picture:
 
 def _log_to_stderr() -> None:
     for handler in logging.getLogger().handlers:
-        if type(handler) is logging.StreamHandler:
+        if isinstance(handler, PatientHandler):
             handler.setStream(sys.stderr)
 
 

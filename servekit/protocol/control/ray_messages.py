@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Literal
 
 from servekit.protocol.base import Message, Value
-from servekit.protocol.messages import GpuStatus, Stop
+from servekit.protocol.messages import GpuStatus, Ping, Stop
 
 
 class Node(Value, frozen=True):
@@ -236,8 +236,13 @@ class Exited(Message, frozen=True):
     out_of_memory: bool = False  # the kernel's OOM killer was active in its lifetime
 
 
+class DriverAlive(Message, frozen=True):
+    """The answer to a Ping."""
+
+
 ToCluster = (
     Stop
+    | Ping
     | JoinCluster
     | InspectNodes
     | PlaceWorker
@@ -256,4 +261,4 @@ Answer = (
     | PlaceReleased
     | RequestFailed
 )
-FromCluster = Answer | PlacementWaits | Lines | Measured | Exited | Nodes
+FromCluster = Answer | PlacementWaits | Lines | Measured | Exited | Nodes | DriverAlive

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from servekit.protocol.control import ray_messages as c
 from servekit.protocol.control.ray_messages import Node, ToCluster
-from servekit.protocol.messages import Stop
+from servekit.protocol.messages import Ping, Stop
 from servekit.protocol.transport.connection import Connection, adopt_socket
 from servekit.ray.process import actor_handle, namespace_lock, nodes
 from servekit.ray.process.actor import ActorEvents
@@ -96,6 +96,8 @@ class Driver:
                 self._spawn(self._answer(message.id, self._strays(message)))
             case c.ReleasePlace():
                 self._spawn(self._answer(message.id, self._free_place(message)))
+            case Ping():
+                self._control.send(c.DriverAlive())
             case Stop():
                 self._on_eof(None)
             case c.KeepPlaces(names):

@@ -189,6 +189,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
         self.reason = ""
         self.listeners: list[Callable[[ProcessEvent], None]] = []
         self.restarts = self.stalls = 0
+        self._stalled: asyncio.Task[None] | None = None  # that kills a stalled child
         self.rss_bytes = 0
         self.history = ExitHistory()
         self.starting = StartupTiming()
@@ -353,6 +354,15 @@ class ManagedProcess(ABC, Generic[Incoming]):
             self._proved = True
             if self.circuit is not None:
                 self.circuit.record_success()
+
+    def kill_stalled(self, cause: str) -> None:
+        """Have a child that does not answer write its stacks and end; another follows it."""
+        if (child := self.child) is None or not self.change_state("stall", cause):
+            return
+        log.error("process_stalled", child=self.name, pid=child.pid, reason=cause)
+        journal.record_event("stalled", cause, worker=self.name, pid=child.pid)
+        self.stalls += 1
+        self._stalled = self._loop.create_task(child.dump_and_kill(cause))
 
     def forgive_suspension(self) -> None:
         """Allow for a suspension of the supervisor."""

@@ -16,6 +16,7 @@ import pytest
 from servekit.config.sections.cluster import RayConfig
 from servekit.protocol.control.ray_messages import (
     ClusterJoined,
+    DriverAlive,
     Exited,
     InspectNodes,
     JoinCluster,
@@ -27,7 +28,8 @@ from servekit.protocol.control.ray_messages import (
     PlacementWaits,
     RequestFailed,
 )
-from servekit.protocol.messages import Stop
+from servekit.protocol.messages import Ping, Stop
+from servekit.ray import client
 from servekit.ray.client import Cluster, Unable
 from tests.polling import poll_async
 from tests.unit.supervisor.test_gateway_process import Alone
@@ -47,8 +49,13 @@ class Child:
     def note_segments(self) -> tuple[()]:
         return ()
 
+    pid = 7
+
     def kill(self, cause: str) -> None:
         self.sent.append(Stop())
+
+    async def dump_and_kill(self, cause: str) -> None:
+        self.kill(cause)
 
 
 class Listener:
@@ -65,6 +72,9 @@ class Listener:
 
     def exited(self, message: Exited) -> None:
         self.told.append(message)
+
+    def check(self) -> None:
+        pass
 
 
 class Stage:
@@ -176,3 +186,23 @@ async def test_news_of_workers_is_passed_on(stage: Stage) -> None:
     assert stage.listener.told == [("a/0", "a GPU"), ("a/0", "one", "two"), gone]
     stage.cluster.keep_places(("a/0",))
     assert stage.child.sent[-1] == KeepPlaces(("a/0",))
+
+
+async def test_a_process_that_does_not_answer_is_killed_and_any_message_is_an_answer(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.let_join(HEAD)
+    stage.cluster.check_health()
+    assert stage.child.sent[-1] == Ping(0)
+    assert stage.cluster.silent_s > 0
+    stage.cluster.receive(DriverAlive())
+    assert stage.cluster.silent_s == 0
+    monkeypatch.setattr(client, "_PING_EVERY_S", 0.0)
+    monkeypatch.setattr(client, "SILENT_S", 0.0)
+    stage.cluster.check_health()
+    stage.cluster.receive(Nodes((HEAD,)))
+    stage.cluster.check_health()
+    assert stage.cluster.state == "ready"
+    stage.cluster.check_health()
+    assert (stage.cluster.state, stage.cluster.stalls) == ("stalled", 1)
+    await poll_async("it is killed", lambda: stage.child.sent[-1] == Stop())
