@@ -36,9 +36,9 @@ class Usage:
 def read_usage(
     run_dir: Path, *, by: tuple[str, ...] = ("key", "model"), monthly: bool = False, since: str = ""
 ) -> list[Usage]:
-    """Return the usage, summed by period and these columns; [] if no file is readable.
+    """Return the usage, summed by period and these columns; [] if nothing is written yet.
 
-    `since` is the first day.
+    `since` is the first day. Raises sqlite3.DatabaseError for a file that is damaged.
     """
     path = run_dir / FILE
     if not path.is_file():
@@ -54,5 +54,5 @@ def read_usage(
         with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=_BUSY_S)) as file:
             file.execute("PRAGMA query_only = 1")
             return [Usage(*row) for row in file.execute(query, (since,))]
-    except sqlite3.Error:
+    except sqlite3.OperationalError:
         return []

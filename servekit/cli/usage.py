@@ -37,6 +37,8 @@ def usage(
     run_dir: RunDirectory = None,
 ) -> None:
     """Show the requests and tokens of each API key and model, by day or month of the local time."""
+    import sqlite3
+
     from servekit.usage_store import FILE, Usage, read_usage
 
     if month and day:
@@ -45,7 +47,14 @@ def usage(
     if not (folder / FILE).exists():
         instance_lookup.read_status(folder)  # raises if no instance runs
         raise StartError(f"no request has been counted in {folder} yet")
-    rows = read_usage(folder, by=_parse_columns(by), monthly=month, since=_begin(since, everything))
+    columns, begin = _parse_columns(by), _begin(since, everything)
+    try:
+        rows = read_usage(folder, by=columns, monthly=month, since=begin)
+    except sqlite3.DatabaseError as error:
+        said = (
+            f"{folder / FILE} is damaged ({error}); the next request that is counted begins another"
+        )
+        raise StartError(said) from None
     if as_json:
         print_json([dataclasses.asdict(row) for row in rows])
     elif as_csv:

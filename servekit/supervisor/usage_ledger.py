@@ -22,7 +22,7 @@ import structlog
 from servekit.config.sections.access import KeyConfig
 from servekit.protocol.access import KeyBudgets, SpentBudget
 from servekit.protocol.control.metrics_messages import Series
-from servekit.usage_store import FILE, TABLE, VERSION, read_usage
+from servekit.usage_store import FILE, TABLE, VERSION, Usage, read_usage
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
@@ -118,7 +118,9 @@ class UsageLedger:
         """Read the tokens of this day and of its month, with those that wait to be written."""
         self._today.clear()
         self._month.clear()
-        rows = read_usage(run_dir, by=("key",), since=f"{self._day[:7]}-01")
+        rows: list[Usage] = []
+        with contextlib.suppress(sqlite3.DatabaseError):  # damaged: `_write` puts it aside
+            rows = read_usage(run_dir, by=("key",), since=f"{self._day[:7]}-01")
         found = [(row.period, row.key, row.prompt_tokens + row.completion_tokens) for row in rows]
         with self._lock:
             waiting = list(self._pending.items())

@@ -1023,6 +1023,8 @@ def test_the_surface_is_no_larger_than_the_page_needs(instance: Instance) -> Non
                     f"{url}/ui{language}/gradio_api/{path}", files={field: ("a.txt", b"x")}
                 )
                 assert answer.status_code == 404, "a file of a byte would stay in /tmp"
+        app = httpx.get(f"{url}/ui{language}/gradio_api/app_id")  # asked after a lost connection
+        assert app.status_code == 200
         for path in ("heartbeat/x", "dev/reload", "deep_link"):  # the first two have no end
             answer = httpx.get(f"{url}/ui{language}/gradio_api/{path}", timeout=5)
             assert answer.status_code == 404

@@ -57,10 +57,14 @@ def test_the_first_day_counts_in_a_month_too(run_dir: Path) -> None:
 def test_a_reader_finds_nothing_where_there_is_no_readable_file(tmp_path: Path) -> None:
     assert read_usage(tmp_path) == []
     assert not (tmp_path / FILE).exists(), "a reader makes none"
-    (tmp_path / FILE).write_bytes(b"this is no database" * 100)
-    assert read_usage(tmp_path) == []
     (tmp_path / FILE).write_bytes(b"")
     assert read_usage(tmp_path) == [], "the table is not there yet"
     (tmp_path / FILE).unlink()
     (tmp_path / FILE).mkdir()
     assert read_usage(tmp_path) == []
+
+
+def test_a_damaged_file_is_not_taken_for_no_usage(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_bytes(b"this is no database" * 100)
+    with pytest.raises(sqlite3.DatabaseError, match="not a database"):
+        read_usage(tmp_path)

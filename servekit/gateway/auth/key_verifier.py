@@ -7,21 +7,25 @@ unknown               nothing to compute without a hash with its prefix; else sc
                       remembered as wrong
 
 scrypt runs for one key at a time and pauses after each wrong key, and few keys may wait for it. A
-flood of wrong keys costs at most a quarter of a core, and requests with known keys never wait.
+flood of wrong keys costs at most a quarter of a core, and requests with known keys never wait. The
+addresses of clients take turns, and share the places: a flood keeps others' keys out for two turns.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
+import ipaddress
 import secrets
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
 
 from servekit.config import keys
 from servekit.errors import RequestError
+from servekit.gateway.http.request_context import ORIGIN
+from servekit.gateway.routing.fair_queue import FairQueue
 from servekit.protocol.messages import AccessRules
 
 #: Wrong keys that are remembered (16 bytes each), so that a repeated one costs no scrypt.
@@ -33,6 +37,17 @@ PAUSE = 3.0
 
 
 Candidates = Sequence[tuple[keys.Hash, str]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Check:
+    """A key that waits for scrypt, by the rules of its arrival."""
+
+    key: bytes
+    digest: bytes
+    candidates: Candidates
+    rules: AccessRules
+    name: asyncio.Future[str | None]
 
 
 class Busy(RequestError):
@@ -52,8 +67,9 @@ class Verifier:
         self._wrong: OrderedDict[bytes, None] = OrderedDict()
         self._clear: dict[bytes, str] = {}
         self._hashes: dict[bytes, list[tuple[keys.Hash, str]]] = {}
-        self._verifying: dict[bytes, asyncio.Task[str | None]] = {}
-        self._one_at_a_time = asyncio.Lock()
+        self._verifying: dict[bytes, _Check] = {}
+        self._waiting: FairQueue[_Check] = FairQueue(MAX_WAITING)  # by address
+        self._running: asyncio.Task[None] | None = None
 
     def apply_rules(self, rules: AccessRules) -> None:
         """Adopt these rules; unchanged keys stay known."""
@@ -84,7 +100,7 @@ class Verifier:
             candidates = self._hashes.get(keys.prefix_of(key))
             if not candidates or len(key) > keys.MAX_KEY_BYTES:
                 return None
-            found = await asyncio.shield(self._begin(key, digest, candidates))
+            found = await asyncio.shield(self._begin(key, digest, candidates).name)
             if rules is self._rules:
                 return found
 
@@ -99,32 +115,56 @@ class Verifier:
             self._known[digest] = name
         return name
 
-    def _begin(self, key: bytes, digest: bytes, candidates: Candidates) -> asyncio.Task[str | None]:
-        """Return the task that verifies this key; start it if there is none. Raises Busy."""
-        task = self._verifying.get(digest)
-        if task is None:
-            if len(self._verifying) >= MAX_WAITING:
-                raise Busy("too many unknown keys are being checked; try later", retry_after_s=2)
-            verifying = self._verify(key, digest, candidates, self._rules)
-            task = self._verifying[digest] = asyncio.get_running_loop().create_task(verifying)
-            task.add_done_callback(partial(_forget, self._verifying, digest))
-        return task
+    def _begin(self, key: bytes, digest: bytes, candidates: Candidates) -> _Check:
+        """Return the check of this key; begin it if there is none. Raises Busy."""
+        if (check := self._verifying.get(digest)) is not None:
+            return check
+        source = _find_source()
+        if len(self._verifying) >= MAX_WAITING:
+            if (crowded := self._waiting.crowd_out(source)) is None:
+                raise _busy()
+            self._end(crowded, error=_busy())
+        loop = asyncio.get_running_loop()
+        check = _Check(key, digest, candidates, self._rules, loop.create_future())
+        self._verifying[digest] = check
+        self._waiting.push(check, source)
+        if self._running is None or self._running.done():
+            self._running = loop.create_task(self._run())
+        return check
 
-    async def _verify(
-        self, key: bytes, digest: bytes, candidates: Candidates, rules: AccessRules
-    ) -> str | None:
-        """Verify a key by the given rules; the result is dropped if the rules have changed."""
-        async with self._one_at_a_time:
-            if rules is not self._rules:
-                return None
-            loop = asyncio.get_running_loop()
-            began_s = loop.time()
-            name = await asyncio.to_thread(_matching, key, candidates)
-            if name is None:
-                await asyncio.sleep(PAUSE * (loop.time() - began_s))
-        if rules is self._rules:
-            self._remember(digest, name)
+    async def _run(self) -> None:
+        while self._waiting:
+            check = self._waiting.pop()
+            try:
+                name = await self._find_name(check)
+            except Exception as error:
+                self._end(check, error=error)
+            else:
+                self._end(check, name)
+
+    async def _find_name(self, check: _Check) -> str | None:
+        """Verify a key by the rules of its arrival; None at once if these have changed."""
+        if check.rules is not self._rules:
+            return None
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        name = await asyncio.to_thread(_matching, check.key, check.candidates)
+        if name is None:
+            await asyncio.sleep(PAUSE * (loop.time() - began_s))
+        if check.rules is self._rules:
+            self._remember(check.digest, name)
         return name
+
+    def _end(
+        self, check: _Check, name: str | None = None, *, error: Exception | None = None
+    ) -> None:
+        if self._verifying.get(check.digest) is check:
+            del self._verifying[check.digest]
+        if error is None:
+            check.name.set_result(name)
+        else:
+            check.name.set_exception(error)
+            check.name.exception()  # all who waited for it may have left
 
     def _remember(self, digest: bytes, name: str | None) -> None:
         if name is not None:
@@ -135,8 +175,18 @@ class Verifier:
             self._wrong.popitem(last=False)
 
 
-def _forget(verifying: dict[bytes, Any], digest: bytes, _: Any) -> None:
-    verifying.pop(digest, None)
+def _busy() -> Busy:
+    return Busy("too many unknown keys are being checked; try later", retry_after_s=2)
+
+
+def _find_source() -> str:
+    """Return the address of the client in this context; of IPv6, the network that a client has."""
+    origin = ORIGIN.get()
+    address = "" if origin is None else origin.address
+    if ":" in address:
+        with contextlib.suppress(ValueError):
+            return str(ipaddress.ip_network((address.partition("%")[0], 64), strict=False))
+    return address
 
 
 def _matching(key: bytes, candidates: Candidates) -> str | None:

@@ -41,7 +41,7 @@ POLL_S = 0.02
 QUIET_AFTER_S = 2.0
 #: What pages ask of Gradio's API. The rest of it stores uploads for ever, or answers for ever.
 API = "/gradio_api/"
-ASKED = {"queue/join", "queue/data", "run/predict", "cancel", "reset", "info"}
+ASKED = {"queue/join", "queue/data", "run/predict", "cancel", "reset", "info", "app_id"}
 #: Pages show the output of models. Whatever passes the sanitizer, the browser may contact no other
 #: host, and no other site may frame the page.
 POLICY = (

@@ -43,6 +43,13 @@ def test_without_options_this_month_is_told_by_day_key_and_model(folder: Path) -
     assert rows(folder) == [list(row) for row in ROWS[3:]]
 
 
+def test_a_damaged_file_is_told(folder: Path) -> None:
+    (folder / FILE).write_bytes(b"this is no database" * 100)
+    done = invoke("usage", run_dir=folder)
+    assert done.exit_code == 1
+    assert "usage.db is damaged" in done.stderr.replace("\n", " ")
+
+
 def test_all_days_that_are_kept_are_told_if_asked(folder: Path) -> None:
     assert rows(folder, "--all") == [list(row) for row in ROWS]
     assert rows(folder, "--all", "--day") == rows(folder, "--all")

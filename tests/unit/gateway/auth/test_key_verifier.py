@@ -10,6 +10,7 @@ import pytest
 from servekit.config import keys
 from servekit.gateway.auth import key_verifier
 from servekit.gateway.auth.key_verifier import Busy, Verifier
+from servekit.gateway.http.request_context import ORIGIN, RequestContext
 from servekit.protocol.messages import AccessRules, KeyRule
 from tests.api_keys import new_key
 
@@ -86,6 +87,28 @@ async def test_a_flood_of_wrong_keys_is_bounded(
     assert len(hashed) == 5
     assert cpu_s < 0.5 * took_s  # a quarter, and some for a busy machine
     assert known.find_verified(KEY.encode()) == "alice"
+
+
+@pytest.mark.parametrize("flood", ["10.0.0.9", "2001:db8::%x"])
+async def test_a_flood_keeps_no_other_address_out(
+    known: Verifier, hashed: list[bytes], monkeypatch: pytest.MonkeyPatch, flood: str
+) -> None:
+    """Not even for the first request of a key, as all are after the start of a gateway."""
+    monkeypatch.setattr(key_verifier, "MAX_WAITING", 4)
+
+    async def ask(address: str, key: bytes) -> str | None:
+        ORIGIN.set(RequestContext({}, (address, 1)))
+        return await known.verify(key)
+
+    addresses = [flood % i if "%" in flood else flood for i in range(50)]
+    tasks = [
+        asyncio.create_task(ask(address, b"sk-alice-%d" % i)) for i, address in enumerate(addresses)
+    ]
+    await asyncio.sleep(0)  # they wait
+    assert await asyncio.create_task(ask("10.0.0.1", KEY.encode())) == "alice"
+    assert hashed.index(KEY.encode()) <= 2
+    answers = await asyncio.gather(*tasks, return_exceptions=True)
+    assert sum(isinstance(answer, Busy) for answer in answers) == 47
 
 
 async def test_memory_is_bounded(known: Verifier, monkeypatch: pytest.MonkeyPatch) -> None:
