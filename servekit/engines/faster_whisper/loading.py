@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 from faster_whisper import WhisperModel
 
 from servekit.engines.api.base import Report
+from servekit.engines.api.cpu_threads import count_threads
 from servekit.engines.api.load_phases import phase
 from servekit.engines.api.process_activity import report_activity
 from servekit.engines.model_files.source import resolve_ctranslate2
@@ -20,8 +20,6 @@ from servekit.model_metadata import ctranslate2 as files
 from servekit.model_metadata.ctranslate2 import Header
 from servekit.protocol.messages import WorkerSpec
 
-#: Threads beside a GPU, where the CPU only starts kernels.
-HOST_THREADS = 4
 #: Tokens that the library writes in a window at most, its prompt included.
 _MOST_TOKENS = 448
 
@@ -37,7 +35,9 @@ def load_whisper(spec: WorkerSpec, report: Report) -> tuple[Any, Header]:
                 str(folder),
                 device=spec.device,
                 compute_type=compute_type,
-                cpu_threads=count_threads(spec),
+                cpu_threads=count_threads(
+                    spec.options.get("threads"), on_gpu=spec.device == "cuda"
+                ),
                 local_files_only=True,
             )
     except (RuntimeError, ValueError, OSError) as error:
@@ -65,18 +65,6 @@ def _choose_compute_type(spec: WorkerSpec) -> str:
             f" {', '.join(sorted(known))}."
         )
     return asked
-
-
-def count_threads(spec: WorkerSpec) -> int:
-    """Return the threads: as configured, by OMP_NUM_THREADS, or half the cores."""
-    asked: int | None = spec.options.get("threads")
-    if asked is not None:
-        return asked
-    cores = len(os.sched_getaffinity(0))
-    if spec.device == "cuda":
-        return min(HOST_THREADS, cores)
-    stated = os.environ.get("OMP_NUM_THREADS", "")
-    return int(stated) if stated.isdigit() and int(stated) else max(1, cores // 2)
 
 
 def _check_parts(folder: Path, whisper: Any, variables: Mapping[str, files.Variable]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 from msgspec import structs
 
 from servekit.engines.api.base import Report
+from servekit.engines.api.cpu_threads import count_threads
 from servekit.engines.api.load_phases import phase
 from servekit.engines.api.speculation import get_speculation
 from servekit.engines.llamacpp import memory_fit
@@ -34,8 +34,6 @@ CPU_BATCH_TOKENS = 256
 CUDA_BATCH_TOKENS = 2048
 SLOTS = 8
 EMBEDDING_SLOTS = 32
-#: Threads if the whole model is on a GPU: little work is left for them.
-HOST_THREADS = 4
 #: More layers than any model has.
 _ALL_LAYERS = 10_000
 _DOTS = 100
@@ -201,24 +199,13 @@ def _make_settings(
         # A text to embed must fit into one pass.
         batch=batch if pooling is None else max(batch, plan.max_context),
         sequences=_count_slots(spec, pooling),
-        threads=_count_threads(options.get("threads"), plan.whole_on_gpu),
+        threads=count_threads(options.get("threads"), on_gpu=plan.whole_on_gpu),
         flash_attention=str(options.get("flash_attention", "auto")),
         cache_type=_cache_type(spec),
         pooling=pooling,
         cpu_moe_layers=plan.cpu_moe_layers,
         speculates=get_speculation(spec) is not None,
     )
-
-
-def _count_threads(asked: int | None, whole_on_gpu: bool) -> int:
-    """Return the threads: as configured, as in OMP_NUM_THREADS, or half the cores."""
-    if asked is not None:
-        return asked
-    stated = os.environ.get("OMP_NUM_THREADS", "")
-    cores = len(os.sched_getaffinity(0))
-    if whole_on_gpu:
-        return min(HOST_THREADS, cores)
-    return int(stated) if stated.isdigit() and int(stated) else max(1, cores // 2)
 
 
 # ---------------------------------------------------------------- the load

@@ -17,6 +17,7 @@ from msgspec import structs
 from transformers import PreTrainedModel
 
 from servekit.engines.api.base import Report
+from servekit.engines.api.cpu_threads import HOST_THREADS, count_threads
 from servekit.engines.api.load_phases import phase
 from servekit.engines.api.speculation import get_speculation
 from servekit.engines.media.media_warnings import warn_unavailable
@@ -39,7 +40,6 @@ from servekit.engines.transformers.pooling_models import (
 )
 from servekit.engines.transformers.runner import Runner
 from servekit.engines.transformers.runner_factory import (
-    cpu_threads,
     head_size,
     make_causal_runner,
     vocab_size,
@@ -52,10 +52,6 @@ from servekit.engines.transformers.vision.image_runner import add_images
 from servekit.errors import LoadError
 from servekit.protocol.messages import ModelInfo, WorkerSpec
 from servekit.units import format_bytes
-
-#: torch threads beside a GPU. The host's share of the work is small; more threads mostly wait for
-#: one another and for those of other workers.
-HOST_THREADS = 4
 
 
 @dataclasses.dataclass
@@ -153,7 +149,7 @@ def make_weight_store(
 def _count_threads(spec: WorkerSpec) -> int:
     if spec.device != "cpu":
         return HOST_THREADS
-    threads = cpu_threads(spec.options.get("threads"))
+    threads = count_threads(spec.options.get("threads"), on_gpu=False)
     return threads_each(threads, spec.gpus) if plan.over_ranks(spec) else threads
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace as replace_fields
 from typing import Any, NamedTuple
@@ -351,14 +350,3 @@ def sampling_defaults(model: PreTrainedModel) -> dict[str, Any]:
     stated = {} if config is None else config.to_diff_dict()
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     return {name: stated[name] for name in names if stated.get(name) is not None}
-
-
-def cpu_threads(asked: int | None) -> int:
-    """Return the number of torch threads: as requested, by OMP_NUM_THREADS, or half the cores.
-
-    More threads are slower for models small enough for a CPU, and erratic on shared cores.
-    """
-    if asked is not None:
-        return asked
-    stated = os.environ.get("OMP_NUM_THREADS", "")
-    return int(stated) if stated.isdigit() else max(1, len(os.sched_getaffinity(0)) // 2)

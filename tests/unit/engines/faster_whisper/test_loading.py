@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from servekit.engines import create_engine
-from servekit.engines.faster_whisper import loading
 from servekit.errors import LoadError, RequestError
 from tests.unit.engines.contract.subjects import spec
 from tests.unit.engines.faster_whisper.conftest import open_hearer
@@ -112,16 +110,6 @@ def test_a_tokenizer_of_another_model(copy: Path) -> None:
     kept = [one for one in known["added_tokens"] if one["content"] != "<|startofprev|>"]
     file.write_text(json.dumps(known | {"added_tokens": kept}))
     assert "is no Whisper's: it has no <|startofprev|>" in refuse(copy)
-
-
-def test_threads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert loading.count_threads(spec("faster_whisper", folder, options={"threads": 3})) == 3
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert loading.count_threads(spec("faster_whisper", folder)) == 2
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
-    assert loading.count_threads(spec("faster_whisper", folder, device="cuda")) == 4
-    monkeypatch.setenv("OMP_NUM_THREADS", "")
-    assert loading.count_threads(spec("faster_whisper", folder)) == 6
 
 
 def test_only_what_its_own_environment_has_is_imported() -> None:

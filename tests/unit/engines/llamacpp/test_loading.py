@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -64,16 +63,6 @@ def test_each_slot_has_a_token_in_every_pass() -> None:
     assert loading._count_batch_tokens(make_spec("cuda"), None) == loading.CUDA_BATCH_TOKENS
     assert loading._count_batch_tokens(make_spec(batch_tokens=64), None) == 64
     assert loading._count_batch_tokens(make_spec(batch_tokens=64, slots=100), None) == 100
-
-
-def test_threads_are_few_where_the_gpu_does_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    cores = len(os.sched_getaffinity(0))
-    half = max(1, cores // 2)
-    for stated, threads in (("3", 3), ("0", half), ("many", half), ("", half)):
-        monkeypatch.setenv("OMP_NUM_THREADS", stated)
-        assert loading._count_threads(None, whole_on_gpu=False) == threads
-        assert loading._count_threads(None, whole_on_gpu=True) == min(loading.HOST_THREADS, cores)
-        assert loading._count_threads(7, whole_on_gpu=True) == 7
 
 
 def test_a_projector_takes_its_memory_from_the_first_gpu() -> None:

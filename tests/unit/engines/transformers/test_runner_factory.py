@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,18 +57,6 @@ def test_sampling_values_are_those_that_the_model_states() -> None:
     assert factory.sampling_defaults(model) == {"temperature": 0.6, "top_k": 20}
     model.generation_config = None
     assert factory.sampling_defaults(model) == {}
-
-
-def test_threads_are_those_of_the_configuration_or_half_the_cores(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    half = max(1, len(os.sched_getaffinity(0)) // 2)
-    for stated, threads in (("3", 3), ("", half), ("many", half), (None, half)):
-        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        if stated is not None:
-            monkeypatch.setenv("OMP_NUM_THREADS", stated)
-        assert factory.cpu_threads(None) == threads
-        assert factory.cpu_threads(7) == 7
 
 
 def test_a_cache_that_does_not_fit_is_tried_with_half_and_a_quarter() -> None:
