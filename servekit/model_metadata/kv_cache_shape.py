@@ -100,7 +100,9 @@ def of_gguf(file: Gguf) -> Attention:
 
     def stated(key: str) -> int:
         value = file.of_architecture(key)
-        return int(value) if isinstance(value, int | float) and math.isfinite(value) else 0
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"its {key} is {value}")
+        return int(value) if isinstance(value, int | float) else 0
 
     layers, hidden = stated("block_count"), stated("embedding_length")
     heads = stated("attention.head_count") or max(
