@@ -76,7 +76,7 @@ NO_ENDS: tuple[tuple[str, frozenset[str]], ...] = (
 _KNOWN_ENDS = END_TOKENS.union(*END_KEYS.values())
 _TOKENS = "tokenizer.ggml.tokens"
 #: llama.cpp takes 512.
-_MOST_LAYERS = 4096
+MOST_LAYERS = 4096
 #: general.file_type (llama.cpp's llama_ftype) to the usual name of the quantisation.
 _FILE_TYPES: dict[int, str] = {
     int(number): name
@@ -262,7 +262,7 @@ def _check_layers(metadata: Mapping[str, Any]) -> None:
     """Raise ValueError for a number of layers that nothing has, and that lists are made of."""
     for name, value in metadata.items():
         number = name.endswith(".block_count") and isinstance(value, int | float)
-        if number and not 0 <= value <= _MOST_LAYERS:
+        if number and not 0 <= value <= MOST_LAYERS:
             raise ValueError(f"its {name} is {value}")
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from servekit.model_metadata.gguf import Gguf
+from servekit.model_metadata.gguf import MOST_LAYERS, Gguf
 
 _ATTENDING = ("full_attention", "sliding_attention", "chunked_attention", "attention", "hybrid")
 _FULL = ("full_attention", "attention", "hybrid")
@@ -67,6 +67,8 @@ def of_config(config: Mapping[str, Any]) -> Attention:
     layers = _first_count(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
     if not (heads and hidden and layers):
         raise ValueError("config.json does not state its layers, heads and size")
+    if layers > MOST_LAYERS:
+        raise ValueError(f"config.json states {layers} layers")
     head = _first_count(text, "head_dim") or hidden // heads
     kv_heads = _count_kv_heads(text) or heads
     rank, rotary = _first_count(text, "kv_lora_rank"), _first_count(text, "qk_rope_head_dim")
@@ -98,7 +100,9 @@ def of_gguf(file: Gguf) -> Attention:
 
     def stated(key: str) -> int:
         value = file.of_architecture(key)
-        return int(value) if isinstance(value, int | float) and math.isfinite(value) else 0
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"its {key} is {value}")
+        return int(value) if isinstance(value, int | float) else 0
 
     layers, hidden = stated("block_count"), stated("embedding_length")
     heads = stated("attention.head_count") or max(

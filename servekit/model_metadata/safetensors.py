@@ -113,7 +113,9 @@ def _read_header(path: Path) -> dict[str, dict[str, Any]]:
             tensors = json.loads(file.read(length))
         found = {name: tensor for name, tensor in tensors.items() if name != "__metadata__"}
         for tensor in found.values():
-            str(tensor["dtype"]), math.prod(tensor["shape"])
+            str(tensor["dtype"])
+            if not all(type(size) is int and 0 <= size < 2**63 for size in tensor["shape"]):
+                raise ValueError("its shape is none")
     except (struct.error, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: its header cannot be read") from error
     return found

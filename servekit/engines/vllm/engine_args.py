@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ SHARE = 0.95
 LORAS = 8
 #: KV cache on a CPU for a model whose cache size per token is unknown.
 CPU_CACHE_BYTES = 2**30
+#: Tokens of one pass on a CPU, by vLLM's default.
+CPU_BATCH_TOKENS = 2048
 
 
 def engine_arguments(
@@ -156,9 +159,11 @@ def cpu_cache_bytes(spec: WorkerSpec, folder: Path, free_bytes: int) -> int:
     context = spec.max_context or shape.max_context
     slots = spec.options.get("slots") or kv_cache.CPU_SLOTS
     # rounded up: vLLM's blocks on a CPU have 128 tokens, and the last one is never full
-    tokens = max(slots * kv_cache.CPU_TOKENS_PER_SLOT, context + 2 * 128)
+    batch = spec.options.get("max_batch_tokens") or CPU_BATCH_TOKENS
+    wide = replace(shape, window=shape.window + batch + 2 * 128)  # a pass is stored whole
+    short = slots * kv_cache.CPU_TOKENS_PER_SLOT * shape.numbers(1024, latent=True) // 1024
     number = 4 if spec.dtype in ("auto", "float32") else 2
-    return min(room, tokens * shape.numbers(1024, latent=True) // 1024 * number)
+    return min(room, max(short, wide.numbers(context + 2 * 128, latent=True)) * number)
 
 
 def lora_arguments(spec: WorkerSpec, *, embeds: bool) -> dict[str, Any]:

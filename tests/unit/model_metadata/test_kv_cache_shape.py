@@ -165,6 +165,11 @@ def test_a_gguf_file_with_recurrent_layers() -> None:
     assert of_gguf(Gguf(metadata, 0, 0)).numbers(1) == 12 * 2 * 512
 
 
+def test_layers_that_nothing_has_are_not_listed() -> None:
+    with pytest.raises(ValueError, match=f"config.json states {2**40} layers"):
+        of_config(layers(2**40, attn_layer_period=8))
+
+
 @pytest.mark.parametrize("config", [{}, {"hidden_size": "x"}, {"text_config": 5}, {"n_head": True}])
 def test_what_does_not_say_enough(config: dict[str, Any]) -> None:
     with pytest.raises(ValueError):

@@ -51,6 +51,10 @@ def test_an_index_says_which_files_count(tmp_path: Path) -> None:
         struct.pack("<Q", 2) + b"[]",
         struct.pack("<Q", 9) + b'{"a": 1} ',
         struct.pack("<Q", 200_000) + b"[" * 200_000,
+        *(
+            struct.pack("<Q", 33 + len(size)) + b'{"a": {"dtype":"F32","shape":[%s]}}' % size
+            for size in (b"-1", b'"x"', b"1e400", b"[]", b"1" * 30)
+        ),
     ],
 )
 def test_what_is_no_header_is_a_value_error(tmp_path: Path, data: bytes) -> None:

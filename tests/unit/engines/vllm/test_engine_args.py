@@ -102,6 +102,18 @@ def test_on_a_cpu_the_cache_is_what_slots_can_use_within_the_memory(folder: Path
     assert stated["kv_cache_memory_bytes"] == 2**21
 
 
+def test_on_a_cpu_a_layer_with_a_window_has_room_for_a_pass_beside_it(folder: Path) -> None:
+    """vLLM stores a pass whole, and refuses a cache that has no room for one full context."""
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"]}
+    config["max_position_embeddings"] = 16384
+    (folder / "config.json").write_text(json.dumps(config))
+    for batch in (2048, 512):
+        given = on_cpu(folder, options={"slots": 1, "max_batch_tokens": batch})
+        tokens = 16384 + 256 + 128 + batch + 256
+        assert given["kv_cache_memory_bytes"] == 2 * 2 * 8 * 4 * tokens
+
+
 def test_on_a_cpu_a_model_of_an_unknown_shape_has_a_cache_too(tmp_path: Path) -> None:
     assert on_cpu(tmp_path)["kv_cache_memory_bytes"] == engine_args.CPU_CACHE_BYTES
 
