@@ -196,6 +196,8 @@ class ChatTemplate:
         continues: bool,
         prompt: bool = True,
     ) -> str:
+        if tools and "xml_tools" in self.source:  # SmolLM3's name for them
+            template = {"xml_tools": list(tools), **template}
         return str(
             self._tokenizer.apply_chat_template(
                 messages,
@@ -491,6 +493,8 @@ def _write_calls(calls: Sequence[ToolCall], source: str) -> str:
     ]
     if "<|tool_call|>" in source:
         return f"<|tool_call|>[{', '.join(objects)}]"
+    if "<tool_call>" in source:
+        return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in objects)
     return "\n".join(objects)
 
 

@@ -97,6 +97,18 @@ def test_calls_are_written_where_the_template_leaves_them_out() -> None:
     )
 
 
+def test_smollm_has_its_own_name_for_tools() -> None:
+    smollm = template(
+        "{% if xml_tools %}Write <tool_call>: {{ xml_tools | tojson }}{% endif %}"
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    )
+    assert smollm.takes_tools
+    text = smollm.render(TURNS, [SENTINEL_TOOL])
+    assert '"name": "sentinel_tool"' in text
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
+    assert text.endswith(f"<user>hi<assistant>{call}<tool>42")
+
+
 def test_results_in_a_row_come_in_the_order_of_their_calls() -> None:
     """Whichever was done first: many templates show no ids."""
     first = tuple(ToolCall(id, "f", "{}") for id in "ab")
