@@ -382,14 +382,11 @@ class _GemmaValues:
         if _takes_any(schema):
             part = f"{lark.rule(_GEMMA_KEY)} {self._any()}"
             return f"({join_parts(part, lark.literal(','), many=True)})?"
-        quotes = {
-            key: "" if re.fullmatch(r"[\w.-]+", key) else quote for key in schema["properties"]
-        }
-        members = {
-            key: f"{lark.literal(quotes[key], key, quotes[key], ':')}"
-            f" {self.write(value, depth - 1)}"
-            for key, value in sorted(properties_of(schema).items())  # as the template sorts them
-        }
+        members: dict[str, str] = {}
+        for key, value in sorted(properties_of(schema).items()):  # as the template sorts them
+            around = "" if re.fullmatch(r"[\w.-]+", key) else quote
+            head = lark.literal(around, key, around, ":")
+            members[key] = f"{head} {self.write(value, depth - 1)}"
         return lark.rule(_in_order(lark, members, _list_required(schema), ",") or '""')
 
     def _any(self) -> str:

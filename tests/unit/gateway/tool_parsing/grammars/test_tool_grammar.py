@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
@@ -401,6 +401,7 @@ ANY = st.recursive(
 @given(schema=st.dictionaries(
     st.sampled_from(["properties", "required", "$defs", "anyOf", "additionalProperties", "$ref"]),
     ANY))  # fmt: skip
+@example({"properties": None})
 @settings(deadline=None, max_examples=200)
 def test_whatever_a_schema_holds_the_gateway_has_a_grammar_for_the_worker_to_judge(
     schema: dict[str, Any],
