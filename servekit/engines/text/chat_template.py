@@ -166,10 +166,11 @@ class ChatTemplate:
         continues: bool,
     ) -> str:
         dicts = self._as_dicts(messages)
-        with suppress(Exception):
-            return self._apply_template(dicts, tools, template, continues)
         filled_in = [_filled_in(tool) for tool in tools]
-        return self._apply_template(dicts, filled_in, template, continues)
+        for told in (tools, filled_in):
+            with suppress(Exception):
+                return self._apply_template(dicts, told, template, continues)
+        return self._apply_template(dicts, _without_null_types(filled_in), template, continues)
 
     def _check_request(
         self, messages: Sequence[ChatMessage], template: Mapping[str, Any], continues: bool
@@ -196,6 +197,8 @@ class ChatTemplate:
         continues: bool,
         prompt: bool = True,
     ) -> str:
+        if tools and "xml_tools" in self.source:  # SmolLM3's name for them
+            template = {"xml_tools": list(tools), **template}
         return str(
             self._tokenizer.apply_chat_template(
                 messages,
@@ -491,6 +494,8 @@ def _write_calls(calls: Sequence[ToolCall], source: str) -> str:
     ]
     if "<|tool_call|>" in source:
         return f"<|tool_call|>[{', '.join(objects)}]"
+    if "<tool_call>" in source:
+        return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in objects)
     return "\n".join(objects)
 
 
@@ -560,6 +565,22 @@ def _filled_in(tool: Mapping[str, Any]) -> dict[str, Any]:
     empty = {"description": "", "parameters": {"type": "object", "properties": {}}}
     stated = {key: value for key, value in tool["function"].items() if value is not None}
     return {**tool, "function": empty | stated}
+
+
+def _without_null_types(value: Any) -> Any:
+    """Return a tool, or a part of one, whose schema does not say which values may be null.
+
+    The templates of Hermes recurse for ever at such a type.
+    """
+    if isinstance(value, list):
+        return [_without_null_types(one) for one in value if one != {"type": "null"}]
+    if not isinstance(value, dict):
+        return value
+    told = {key: _without_null_types(one) for key, one in value.items()}
+    if isinstance(kinds := told.get("type"), list) and "null" in kinds:
+        others = [kind for kind in kinds if kind != "null"]
+        told["type"] = others[0] if len(others) == 1 else others
+    return told
 
 
 def _as_object(arguments: str) -> Any:

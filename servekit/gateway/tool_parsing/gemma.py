@@ -76,12 +76,13 @@ def _read_comma(scanner: IncrementalScanner, close: str) -> Script[str]:
 
 
 def _read_key(scanner: IncrementalScanner, gemma: Gemma) -> Script[str]:
-    key, _ = yield from scanner.read_through_marker(":")
-    key = key.strip()
-    for quote in (gemma.quote, '"'):
-        if key.startswith(quote) and key.endswith(quote):
-            key = key.removeprefix(quote).removesuffix(quote)
-    return key
+    quote = yield from scanner.take_marker(gemma.quote, '"')
+    key, _ = yield from scanner.read_through_marker(quote or ":")
+    if quote:
+        yield from scanner.skip_space()
+        yield from scanner.expect(":")
+        return key
+    return key.strip()
 
 
 def _read_value(

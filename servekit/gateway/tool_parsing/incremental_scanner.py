@@ -7,7 +7,6 @@ cut into pieces. It can rewind to a mark that it has set.
 
 from __future__ import annotations
 
-import string
 from collections.abc import Callable, Generator, Sequence
 from functools import lru_cache
 from typing import TypeVar
@@ -26,7 +25,8 @@ MAX_NAME = 256
 #: The least characters at the end of cut-off text that count as the beginning of a marker: a single
 #: character, such as "<" or "[", is as likely to be text.
 LEAST_OF_MARKER = 2
-_IN_NAME = frozenset(f"{string.ascii_letters}{string.digits}_.:/-")
+#: Besides letters and digits of any language.
+_IN_NAME = frozenset("_.:/-")
 
 
 class ParseError(Exception):
@@ -156,7 +156,7 @@ class IncrementalScanner:
         """
         yield from self.skip_space()
         name = ""
-        while (following := (yield from self.peek())) and following in _IN_NAME:
+        while (following := (yield from self.peek())) in _IN_NAME or following.isalnum():
             self.at += 1
             name += following
             if len(name) > MAX_NAME:

@@ -61,7 +61,7 @@ def _read_call(scanner: IncrementalScanner, calls: Calls) -> Script[None]:
         value = _as_json((yield from _read_literal(scanner)))
         if before == "{":
             calls.start_call(name)
-        calls.argue(f"{before}{json.dumps(key)}: {value}")
+        calls.argue(f"{before}{json.dumps(key, ensure_ascii=False)}: {value}")
         before = ", "
         yield from scanner.take_marker(",")
         yield from scanner.skip_space()

@@ -29,7 +29,13 @@ from servekit.gateway.tool_parsing.tagged_calls import (
     make_tagged,
     text_arguments,
 )
-from servekit.gateway.tool_parsing.tool_call_parser import Family, calls_in_text, read_rest
+from servekit.gateway.tool_parsing.tool_call_parser import (
+    Calls,
+    Family,
+    calls_in_text,
+    read_calls_until,
+    read_rest,
+)
 from servekit.protocol.messages import Dialect
 from servekit.protocol.tool_formats import FRAMED, THINKING_SWITCHES
 
@@ -120,21 +126,23 @@ def begins_thinking(dialect: Dialect, template: Mapping[str, Any], continues: bo
 def _read_answer(
     scanner: IncrementalScanner, family: Family | None, thinks: Dialect | None, at_once: bool
 ) -> Script[None]:
+    family = family or Family((), lambda scanner, calls: read_rest(scanner))
+    calls = Calls(scanner, short_ids=family.short_ids)
     if thinks is not None:
-        yield from read_thoughts(scanner, thinks.think_begin, thinks.think_end, at_once)
-    if family is None:
-        yield from read_rest(scanner)
-    else:
-        yield from calls_in_text(scanner, family)
+        yield from _read_thoughts(scanner, calls, family, thinks, at_once)
+    yield from calls_in_text(scanner, calls, family)
 
 
-def read_thoughts(scanner: IncrementalScanner, begin: str, end: str, at_once: bool) -> Script[None]:
+def _read_thoughts(
+    scanner: IncrementalScanner, calls: Calls, family: Family, thinks: Dialect, at_once: bool
+) -> Script[None]:
     """Consume the reasoning at the start of the text, if any; a later marker is only text.
 
     White space inside and after the markers belongs to the markers. Reasoning without an end marker
-    goes on to the end of the text. A model may write `begin` although its template has already done
-    so.
+    goes on to the end of the text. A model may write the begin marker although its template has
+    already done so, and forget the end marker before calls.
     """
+    begin, end = thinks.think_begin, thinks.think_end
     scanner.mark()
     yield from scanner.skip_space(MAX_SPACE)
     begins = yield from scanner.take_marker(begin)
@@ -144,7 +152,7 @@ def read_thoughts(scanner: IncrementalScanner, begin: str, end: str, at_once: bo
     scanner.drop_mark()
     yield from scanner.skip_space(MAX_SPACE)
     tell = partial(scanner.emit_text, kind=Reasoning)
-    if (yield from scanner.read_until_marker((end,), tell)):
+    if (yield from read_calls_until(scanner, calls, family, tell, end)):
         yield from scanner.skip_space(MAX_SPACE)
         yield from scanner.expect(end)
         yield from scanner.skip_space(MAX_SPACE)

@@ -80,22 +80,34 @@ class Family(NamedTuple):
     short_ids: bool = False
 
 
-def calls_in_text(scanner: IncrementalScanner, family: Family) -> Script[None]:
+def calls_in_text(scanner: IncrementalScanner, calls: Calls, family: Family) -> Script[None]:
     """Read text with calls in it, up to the end.
 
     White space before, between and after calls belongs to them, up to MAX_SPACE characters.
     """
-    calls = Calls(scanner, short_ids=family.short_ids)
     if family.bare:
         yield from _read_bare(scanner, calls, family)
-    while family.openings:
-        opening = yield from scanner.read_until_marker(family.openings, scanner.emit_text)
-        if not opening:
-            return
+    if family.openings:
+        yield from read_calls_until(scanner, calls, family, scanner.emit_text)
+    else:
+        yield from read_rest(scanner)
+
+
+def read_calls_until(
+    scanner: IncrementalScanner,
+    calls: Calls,
+    family: Family,
+    tell: Callable[[str], None],
+    *ends: str,
+) -> Script[str]:
+    """Hand text to `tell`, and emit the calls in it, up to one of `ends`; return that, or ""."""
+    while True:
+        found = yield from scanner.read_until_marker((*ends, *family.openings), tell)
+        if found not in family.openings:
+            return found
         scanner.mark()
         yield from scanner.skip_space(MAX_SPACE)
-        yield from _try_calls(scanner, calls, family.body, scanner.marked() + opening)
-    yield from read_rest(scanner)
+        yield from _try_calls(scanner, calls, family.body, scanner.marked() + found, tell)
 
 
 def read_rest(scanner: IncrementalScanner) -> Script[None]:
@@ -111,13 +123,21 @@ def read_rest(scanner: IncrementalScanner) -> Script[None]:
 def _read_bare(scanner: IncrementalScanner, calls: Calls, family: Family) -> Script[None]:
     scanner.mark()
     if (yield from scanner.skip_space(MAX_SPACE)) == family.bare:
-        yield from _try_calls(scanner, calls, family.body, scanner.marked() + family.bare)
+        yield from _try_calls(
+            scanner, calls, family.body, scanner.marked() + family.bare, scanner.emit_text
+        )
     else:
         scanner.rewind()
 
 
-def _try_calls(scanner: IncrementalScanner, calls: Calls, body: Body, opening: str) -> Script[None]:
-    """Read calls from their opening on; malformed ones become text."""
+def _try_calls(
+    scanner: IncrementalScanner,
+    calls: Calls,
+    body: Body,
+    opening: str,
+    tell: Callable[[str], None],
+) -> Script[None]:
+    """Read calls from their opening on; the opening of malformed ones is handed to `tell`."""
     known = calls.count
     calls.named, calls.doubtful = "", False
     try:
@@ -131,7 +151,7 @@ def _try_calls(scanner: IncrementalScanner, calls: Calls, body: Body, opening: s
             return
         scanner.rewind()
         if calls.count == known:  # the text after the opening may contain a call
-            scanner.emit_text(opening)
+            tell(opening)
             scanner.at += len(opening)
     scanner.drop_mark()
     if calls.count > known:

@@ -7,6 +7,7 @@ Names precede arguments, and white space follows the models' own templates.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
@@ -54,7 +55,9 @@ class Syntax:
         if not (self._by_schema or function.get("strict")):
             return {"type": "object"}
         schema = {"type": "object", "properties": {}} | (function.get("parameters") or {})
-        return schema if OPEN & schema.keys() else schema | {"additionalProperties": False}
+        if OPEN & schema.keys() or _requires_unlisted(schema):
+            return schema
+        return schema | {"additionalProperties": False}
 
     def in_json(self, key: str) -> str:
         """Return a rule for {"name": …, key: {…}}."""
@@ -204,7 +207,7 @@ def _tagged_call(syntax: Syntax, tags: Tags, name: str, schema: Mapping[str, Any
         kinds = list_kinds(value, schema, known)
         part = f"{line}? {_tagged_argument(lark, tags, key, _with_defs(value, schema), kinds)}"
         arguments.append(part if key in required else f"({part})?")
-    if "properties" not in schema and not tags.kinds[0]:  # arguments of any name
+    if _takes_any(schema):
         begin = f"{line}? {lark.literal(tags.value[0])} " if tags.value[0] else ""
         end = lark.text_through_marker(tags.value[1])
         value = f"{lark.text_through_marker(tags.key[1])} {begin}{end}"
@@ -247,6 +250,15 @@ def _list_required(schema: Mapping[str, Any]) -> set[str]:
     return {key for key in found if isinstance(key, str)} if isinstance(found, list) else set()
 
 
+def _takes_any(schema: Mapping[str, Any]) -> bool:
+    """Return whether a tool takes arguments of any name."""
+    return "properties" not in schema or _requires_unlisted(schema)
+
+
+def _requires_unlisted(schema: Mapping[str, Any]) -> bool:
+    return not _list_required(schema) <= properties_of(schema).keys()
+
+
 def _with_defs(schema: Any, root: Mapping[str, Any]) -> Any:
     """Return a part of a schema with the root's definitions, if it may reference them."""
     if not isinstance(schema, dict) or b'"$ref"' not in msgspec.json.encode(schema):
@@ -272,6 +284,10 @@ def _write_pythonic(syntax: Syntax) -> tuple[str, str]:
 
 def _python_call(lark: Lark, name: str, schema: Mapping[str, Any]) -> str:
     """Return the rule of f(a=1, b="x"), with the arguments in the order of the schema."""
+    if _takes_any(schema):
+        part = f"{lark.rule('/[A-Za-z_][A-Za-z0-9_]{0,63}=/')} {lark.json({})}"
+        inner = f"({join_parts(part, lark.literal(', '), many=True)})?"
+        return f"{lark.literal(f'{name}(')} {inner} {lark.literal(')')}"
     parts = {
         key: f"{lark.literal(f'{key}=')} {lark.json(_with_defs(v, schema))}"
         for key, v in properties_of(schema).items()
@@ -300,6 +316,7 @@ def _in_order(
 
 #: The depth to which a schema of Gemma's arguments is followed; deeper values are free.
 _MAX_DEPTH = 32
+_GEMMA_KEY = r"/[^\s:,{}\[\]\"<>|]{1,100}:/"
 
 
 def _write_gemma(gemma: Gemma) -> Writer:
@@ -336,7 +353,7 @@ class _GemmaValues:
             return self._write_text(schema)
         lark = self._lark
         match schema.get("type"):
-            case "object" if "properties" in schema:
+            case "object":
                 inner = self._write_members(schema, depth)
                 return f"{lark.literal('{')} {inner} {lark.literal('}')}"
             case "array":
@@ -361,16 +378,20 @@ class _GemmaValues:
         return one_of([self._lark.literal(quote, value, quote) for value in values])
 
     def _write_members(self, schema: Mapping[str, Any], depth: int) -> str:
-        lark = self._lark
-        members = {
-            key: f"{lark.literal(f'{key}:')} {self.write(value, depth - 1)}"
-            for key, value in sorted(properties_of(schema).items())  # as the template sorts them
-        }
+        lark, quote = self._lark, self._gemma.quote
+        if _takes_any(schema):
+            part = f"{lark.rule(_GEMMA_KEY)} {self._any()}"
+            return f"({join_parts(part, lark.literal(','), many=True)})?"
+        members: dict[str, str] = {}
+        for key, value in sorted(properties_of(schema).items()):  # as the template sorts them
+            around = "" if re.fullmatch(r"[\w.-]+", key) else quote
+            head = lark.literal(around, key, around, ":")
+            members[key] = f"{head} {self.write(value, depth - 1)}"
         return lark.rule(_in_order(lark, members, _list_required(schema), ",") or '""')
 
     def _any(self) -> str:
         word = self._lark.json({"type": ["number", "boolean", "null"]})
-        key = self._lark.rule(r"/[^\s:,{}\[\]\"<>|]{1,100}:/")
+        key = self._lark.rule(_GEMMA_KEY)
         items = f'"[" ({SELF} ("," {SELF})*)? "]"'
         members = f'"{{" ({key} {SELF} ("," {key} {SELF})*)? "}}"'
         return self._lark.rule(one_of([self._text, word, items, members]))

@@ -97,6 +97,39 @@ def test_calls_are_written_where_the_template_leaves_them_out() -> None:
     )
 
 
+def test_smollm_has_its_own_name_for_tools() -> None:
+    smollm = template(
+        "{% if xml_tools %}Write <tool_call>: {{ xml_tools | tojson }}{% endif %}"
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    )
+    assert smollm.takes_tools
+    text = smollm.render(TURNS, [SENTINEL_TOOL])
+    assert '"name": "sentinel_tool"' in text
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
+    assert text.endswith(f"<user>hi<assistant>{call}<tool>42")
+
+
+def test_types_that_may_be_null_are_told_without_that_where_the_template_fails() -> None:
+    """Hermes' looks for the types within "null", a string, and for those within its letters."""
+    hermes = template(
+        "{% macro told(spec) %}{% if spec.type in ['string', 'integer'] %}{{ spec.type }}"
+        "{% elif spec.type is iterable %}{% for one in spec.type %}{{ told({'type': one}) }}"
+        "{% endfor %}{% endif %}{% endmacro %}"
+        "{% for t in tools %}{{ t.function.name }}{% for name, spec in"
+        " t.function.parameters.properties.items() %}{{ name }}="
+        "{% for one in spec.anyOf or [spec] %}{{ told(one) }};{% endfor %}{% endfor %}{% endfor %}"
+    )
+    null = {"type": "null"}
+    properties = {
+        "a": {"type": ["string", "null"]},
+        "b": {"anyOf": [{"type": "integer"}, null]},
+        "c": {"type": ["string", "integer", "null"]},
+    }
+    parameters = {"type": "object", "properties": properties}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    assert hermes.render(TURNS[:1], [tool]) == "fa=string;b=integer;c=stringinteger;"
+
+
 def test_results_in_a_row_come_in_the_order_of_their_calls() -> None:
     """Whichever was done first: many templates show no ids."""
     first = tuple(ToolCall(id, "f", "{}") for id in "ab")

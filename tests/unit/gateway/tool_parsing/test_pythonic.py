@@ -44,6 +44,11 @@ def test_a_value_is_a_literal_of_python_or_json(value: str, written: str) -> Non
     json.loads(written)
 
 
+def test_keys_may_have_letters_of_any_language() -> None:
+    text = "[f(größe=1, 城市='北京')]"
+    assert all_cuts_agree(BARE, text) == [("f", '{"größe": 1, "城市": "北京"}')]
+
+
 @pytest.mark.parametrize(
     "value",
     [

@@ -29,6 +29,19 @@ MISTRAL = Dialect(think_begin="[THINK]", think_end="[/THINK]")
             '<think>a</think>\n<tool_call>{"name": "f"}</tool_call>',
             [("thought", "a"), ("f", "{}")],
         ),
+        (
+            '<think>a <tool_call>\n<tool_call>\n{"name": "f"}\n</tool_call>\n',
+            [("thought", "a <tool_call>"), ("f", "{}")],
+        ),
+        (
+            '<think>a<tool_call>{"name": "f"}</tool_call>\nb</think>c'
+            '<tool_call>{"name": "g"}</tool_call>',
+            [("thought", "a"), ("f", "{}"), ("thought", "\nb"), ("text", "c"), ("g", "{}")],
+        ),
+        (
+            "<think>a <tool_call>x</tool_call></think>b",
+            [("thought", "a <tool_call>x</tool_call>"), ("text", "b")],
+        ),
         ("", []),
     ],
 )

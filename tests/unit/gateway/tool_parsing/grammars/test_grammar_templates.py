@@ -229,6 +229,7 @@ def test_gemma_has_texts_out_of_some_objects_lists_and_anything() -> None:
             "list": {"type": "array", "items": {"type": "string"}},
             "node": {"$ref": "#/$defs/node"},
             "any": {},
+            "a: b": WHOLE,
         },
         "$defs": {"node": node | {"required": ["n"]}},
     }
@@ -237,6 +238,7 @@ def test_gemma_has_texts_out_of_some_objects_lists_and_anything() -> None:
         '{list:[<|"|>a, "b"<|"|>,<|"|>]<|"|>],up:<|"|>up<|"|>}',
         '{any:{a:[1,true,<|"|>x<|"|>],b-c:{}},list:[]}',
         "{node:{n:1,next:{n:2}}}",
+        '{<|"|>a: b<|"|>:1}',
         "{}",
     ]
     wrong = ['{up:<|"|>left<|"|>}', "{list:[1]}", "{node:{}}", "{more:1}", "{any:x}", '{n:"x"}']

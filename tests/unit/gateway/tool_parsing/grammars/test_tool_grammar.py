@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
@@ -290,10 +290,22 @@ def test_strict_tools_leave_text_free_and_calls_none(family: str, own_tokens: bo
         assert not fits(spoken, grammar, TEXT + wrong)
 
 
-def test_a_tool_that_is_not_strict_is_free_beside_one_that_is() -> None:
-    spoken = dialect("hermes", own_tokens=True)
+@ALL
+def test_a_tool_that_is_not_strict_is_free_beside_one_that_is(family: str) -> None:
+    spoken = dialect(family, own_tokens=False)
     grammar = tool_grammar(spoken, parse_tool_choice(STRICT, "auto"))
-    assert fits(spoken, grammar, written("hermes", "clock", '{"zone": "x"}'))
+    for values in (arguments(family, None, zone="x"), arguments(family, "Bern", n=1)):
+        assert fits(spoken, grammar, written(family, "clock", values)), values
+
+
+@ALL
+def test_an_argument_that_is_required_and_not_listed_can_be_written(family: str) -> None:
+    """Some tools' schemas list less than they require, and no model could call these."""
+    parameters = {"type": "object", "required": ["zone"]}
+    tools = [{"type": "function", "function": {"name": "clock", "parameters": parameters}}]
+    spoken = dialect(family, own_tokens=False)
+    grammar = tool_grammar(spoken, parse_tool_choice(tools, "required"))
+    assert fits(spoken, grammar, written(family, "clock", arguments(family, None, zone="x")))
 
 
 @BOTH
@@ -389,6 +401,7 @@ ANY = st.recursive(
 @given(schema=st.dictionaries(
     st.sampled_from(["properties", "required", "$defs", "anyOf", "additionalProperties", "$ref"]),
     ANY))  # fmt: skip
+@example({"properties": None})
 @settings(deadline=None, max_examples=200)
 def test_whatever_a_schema_holds_the_gateway_has_a_grammar_for_the_worker_to_judge(
     schema: dict[str, Any],
