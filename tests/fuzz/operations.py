@@ -606,7 +606,7 @@ def find_wrong_after_a_kill(world: World, env: dict[str, str]) -> Iterator[str]:
             yield f"left behind: {left}"
         yield from (f"the log has {word}" for word in FAULTS if word in again.log)
     except AssertionError as error:
-        yield f"after SIGKILL: {str(error)[:300]} {find_unsettled(world)}"
+        yield f"after SIGKILL: {str(error)[:600]}"
     finally:
         again.end()
 
