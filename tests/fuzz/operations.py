@@ -528,7 +528,8 @@ def run(seed: int, steps: int, clients: int, folder: Path, gpus: int = 0) -> lis
         }  # fmt: skip
     server = {"gateways": 2, "store_responses": {}, "runtime_adapters": True}
     env = {} if made_up is None else made_up.env
-    with Instance.up(folder, list(world.models.values()), server=server, env=env) as instance:
+    start, sections = list(world.models.values()), {"profiles": {"slim": world.slim}}
+    with Instance.up(folder, start, server=server, sections=sections, env=env) as instance:
         instance.until_settled()
         world.instance = instance
         world.file = json.loads((folder / "servekit.yaml").read_text())
