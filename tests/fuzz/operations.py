@@ -234,8 +234,10 @@ def run_client(world: World, url: str, seed: int) -> None:
 
 def make_echo(world: World, name: str, **options: Any) -> dict[str, Any]:
     if not world.gpus:
-        return {**echo(name, **options), "memory": f"{CLAIMS[name]}%"}
-    return on_gpu(name, f"{CLAIMS[name]}GiB", CLAIMS[name] - 1, **options)
+        made = {**echo(name, **options), "memory": f"{CLAIMS[name]}%"}
+    else:
+        made = on_gpu(name, f"{CLAIMS[name]}GiB", CLAIMS[name] - 1, **options)
+    return made | {"load_timeout_s": 20}  # one may be stopped while it loads
 
 
 def make_model(world: World, name: str) -> dict[str, Any]:
