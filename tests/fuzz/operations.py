@@ -87,7 +87,7 @@ class World:
     folder: Path
     file: dict[str, Any]
     models: dict[str, dict[str, Any]]
-    gpus: MadeUpGpus | None = None
+    gpus: int = 0
     is_slim: bool = False  # the profile of the stable models and one more is in force
     crowded: list[str] = field(default_factory=list)  # moments with too large claims
     lacked: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
@@ -233,16 +233,18 @@ def run_client(world: World, url: str, seed: int) -> None:
 
 
 def make_echo(world: World, name: str, **options: Any) -> dict[str, Any]:
-    if world.gpus is None:
-        return {**echo(name, **options), "memory": f"{CLAIMS[name]}%"}
-    return on_gpu(name, f"{CLAIMS[name]}GiB", CLAIMS[name] - 1, **options)
+    if not world.gpus:
+        made = {**echo(name, **options), "memory": f"{CLAIMS[name]}%"}
+    else:
+        made = on_gpu(name, f"{CLAIMS[name]}GiB", CLAIMS[name] - 1, **options)
+    return made | {"load_timeout_s": 20}  # one may be stopped while it loads
 
 
 def make_model(world: World, name: str) -> dict[str, Any]:
     rng = world.rng
     model = make_echo(world, name, step_s=rng.choice([0, 0.01]), load_s=rng.choice([0, 0.3, 1.0]))
-    if world.gpus is not None and rng.random() < 0.3:
-        model["gpus"] = [rng.choice([0, 1])]
+    if world.gpus and rng.random() < 0.3:
+        model["gpus"] = [rng.randrange(world.gpus)]
     if rng.random() < 0.2:
         model["standby"] = True
     model |= {"replicas": rng.choice([1, 2]), "stall_timeout_s": 2, "adapters": []}
@@ -521,14 +523,15 @@ def run(seed: int, steps: int, clients: int, folder: Path, gpus: int = 0) -> lis
     (folder / "adapter").mkdir()
     (folder / "adapter" / "adapter_config.json").write_text("{}")
     made_up = MadeUpGpus(folder, gpus) if gpus else None
-    world = World(rng, None, folder, {}, {}, made_up)  # type: ignore[arg-type]
+    world = World(rng, None, folder, {}, {}, gpus)  # type: ignore[arg-type]
     for name in STABLE:
         world.models[name] = make_echo(world, name, step_s=0.01) | {
             "replicas": 2, "adapters": [], "stall_timeout_s": 2,
         }  # fmt: skip
     server = {"gateways": 2, "store_responses": {}, "runtime_adapters": True}
     env = {} if made_up is None else made_up.env
-    with Instance.up(folder, list(world.models.values()), server=server, env=env) as instance:
+    start, sections = list(world.models.values()), {"profiles": {"slim": world.slim}}
+    with Instance.up(folder, start, server=server, sections=sections, env=env) as instance:
         instance.until_settled()
         world.instance = instance
         world.file = json.loads((folder / "servekit.yaml").read_text())
@@ -606,7 +609,7 @@ def find_wrong_after_a_kill(world: World, env: dict[str, str]) -> Iterator[str]:
             yield f"left behind: {left}"
         yield from (f"the log has {word}" for word in FAULTS if word in again.log)
     except AssertionError as error:
-        yield f"after SIGKILL: {str(error)[:300]} {find_unsettled(world)}"
+        yield f"after SIGKILL: {str(error)[:600]}"
     finally:
         again.end()
 

@@ -130,6 +130,25 @@ def test_a_profile_stays_over_reloads_and_a_crash(tmp_path: Path, instance: Inst
         assert fresh.status().profile == "writing"  # the last one ended in order
 
 
+def test_a_crash_is_survived_where_only_the_profile_in_force_fits(tmp_path: Path) -> None:
+    small, large = echo("code") | {"memory": "40%"}, echo("prose") | {"memory": "70%"}
+    sections = {"profiles": {"coding": ["code"], "writing": ["prose"]}}
+    with Instance.up(tmp_path, [small], sections={"profiles": {"coding": ["code"]}}) as instance:
+        instance.until_settled()
+        assert instance.run("profile", "coding").returncode == 0
+        write_config(tmp_path, [small, large], sections=sections)
+        instance.reload()
+        instance.signal(signal.SIGKILL)
+        instance.wait()
+    with Instance.up(tmp_path, [small, large], sections=sections) as again:
+        again.until_settled()
+        assert (again.status().profile, tiers(again)["code"]) == ("coding", "ready")
+        assert again.run("down").returncode == 0
+    fresh = Instance(tmp_path, tmp_path / "servekit.yaml")
+    assert fresh.wait() == 2
+    assert "too much" in fresh.log
+
+
 def test_profiles_share_a_gpu_that_cannot_hold_both(tmp_path: Path) -> None:
     gpus = MadeUpGpus(tmp_path)
     models = [on_gpu("large", "60GiB", 50.0), on_gpu("wide", "60GiB", 50.0)]

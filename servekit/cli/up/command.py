@@ -129,11 +129,7 @@ def up(
     from servekit.system.python.lean_start import import_structlog
 
     import_structlog()
-    from dataclasses import replace
-
     from servekit.cli.up.sources import ModelOptions, find_source
-    from servekit.config.schema import ALL_MODELS
-    from servekit.supervisor.process.run_dir import find_switched_profile
 
     if log_format not in ("", "pretty", "json"):
         raise ConfigError(f"--log-format is pretty or json, not {log_format!r}")
@@ -141,12 +137,7 @@ def up(
     path = find_source(words or (), config, options, os.environ)
     port = _read_port(os.environ.get("SERVEKIT_PORT", "")) if port is None else port
     source = make_source(path, host, port, insecure=insecure, profile=profile)
-    plan = make_plan(source)
-    folder = run_dir or plan.config.run_dir
-    switched = find_switched_profile(folder, os.environ, profile)
-    if switched != profile and switched in ("", *plan.config.profiles):
-        typer.echo(f"the profile is {switched or ALL_MODELS} again, as before", err=True)
-        plan = make_plan(replace(source, profile=switched))
+    plan, folder = _make_plan_as_before(source, run_dir)
     as_json = (log_format or plan.config.logging.format) == "json"
     if log_file is None:  # else the process that started this one has asked
         tell_fit(plan, quiet=quiet or as_json)
@@ -222,6 +213,34 @@ def make_plan(source: "Source") -> "Plan":
         return source.plan(find_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")))
     except ConfigError as error:
         raise ConfigError(blame_options(source.path, error.message)) from None
+
+
+def _make_plan_as_before(source: "Source", run_dir: Path | None) -> "tuple[Plan, Path | None]":
+    """Return the plan and the run directory, with the profile that was in force before a crash."""
+    from dataclasses import replace
+
+    from servekit.config.load import load_config
+    from servekit.config.schema import ALL_MODELS
+    from servekit.supervisor.process.run_dir import find_switched_profile
+
+    refusal = None
+    try:
+        plan = make_plan(source)
+        config = plan.config
+    except ConfigError as error:  # as where only the models of that profile fit
+        refusal = error
+        try:
+            config = load_config(source.path)
+        except ConfigError:
+            raise error from None
+    folder = run_dir or config.run_dir
+    switched = find_switched_profile(folder, os.environ, source.profile)
+    if switched != source.profile and switched in ("", *config.profiles):
+        typer.echo(f"the profile is {switched or ALL_MODELS} again, as before", err=True)
+        return make_plan(replace(source, profile=switched)), folder
+    if refusal is not None:
+        raise refusal
+    return plan, folder
 
 
 def tell_fit(plan: "Plan", *, quiet: bool = False) -> None:
