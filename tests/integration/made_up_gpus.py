@@ -20,6 +20,7 @@ import json, os, pathlib
 FOLDER = pathlib.Path(os.environ["MADE_UP_GPUS"])
 GIB = 2**30
 nvmlMemory_v2 = 2
+NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK = 2, 0
 class NVMLError(Exception): pass
 class Thing:
     def __init__(self, **values): self.__dict__.update(values)
@@ -39,6 +40,8 @@ def nvmlDeviceGetComputeRunningProcesses(handle):
             held[int(entry.name)] = size
     return [Thing(pid=pid, usedGpuMemory=int(size * GIB)) for pid, size in held.items()]
 def nvmlDeviceGetGraphicsRunningProcesses(handle): raise NVMLError("Not Supported")
+def nvmlDeviceGetP2PStatus(one, other, kind): raise NVMLError("Not Supported")
+def nvmlDeviceGetUtilizationRates(handle): raise NVMLError("Not Supported")
 def nvmlSystemGetDriverVersion(): return "580.95"
 def nvmlSystemGetCudaDriverVersion(): return 13000
 def nvmlDeviceGetUtilizationRates(handle): return Thing(gpu=42)
