@@ -190,6 +190,7 @@ with torch.no_grad():
 
 
 @pytest.mark.lane("packages")
+@pytest.mark.timeout(900)
 def test_slots_find_their_adapters_by_number(tmp_path: Path) -> None:
     """Whatever comes and goes; a larger rank or another address needs other graphs."""
     interpret(NUMBERED, tmp_path)
