@@ -220,6 +220,7 @@ def test_samples_are_told_to_be_different_each_time(hearer: Hearer) -> None:
     assert hearer.text(hearer.hear(SHORT, SamplingParams(seed=5)))
 
 
+@pytest.mark.lane("long")
 def test_a_window_is_written_again_at_higher_temperatures(folder: Path) -> None:
     """Random text is unlikely."""
     hearer = open_hearer(folder, fallback=True)

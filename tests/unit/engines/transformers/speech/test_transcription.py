@@ -174,6 +174,7 @@ def test_recordings_wait_for_memory(folder: Path, monkeypatch: pytest.MonkeyPatc
     large.engine.close()
 
 
+@pytest.mark.lane("long")
 def test_a_model_with_other_settings_is_the_librarys(tmp_path: Path) -> None:
     write_whisper(tmp_path)
     file = tmp_path / "generation_config.json"
