@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Generic, TypeVar
 
@@ -196,3 +196,31 @@ def _in_turns(priority: int, lane: _Lane[Item]) -> Iterator[tuple[float, int, It
         for items in rest:
             if turn < len(items):
                 yield items[turn][0], priority, items[turn][1]
+
+
+#: Waiting items that leave, each with its queue.
+Leavers = list[tuple[FairQueue[Item], Item]]
+
+
+def choose_leavers(
+    queues: Iterable[FairQueue[Item]], key: str, size_bytes: int, lacking_bytes: int
+) -> Leavers[Item]:
+    """Return items that leave for one of `key` with `size_bytes`, for which so many bytes lack.
+
+    They are the newest of the keys that hold the most. There are none, so that nothing leaves in
+    vain, if `key` itself would hold as much.
+    """
+    held = [(owner, queue, items) for queue in queues for owner, items in queue.by_key().items()]
+    sizes = [sum(size for _, size in items) for _, _, items in held]
+    mine = sum(size for size, (owner, *_) in zip(sizes, held, strict=True) if owner == key)
+    leavers: Leavers[Item] = []
+    while lacking_bytes > 0:
+        at = max(range(len(held)), key=sizes.__getitem__, default=-1)
+        if at < 0 or held[at][0] == key or sizes[at] <= mine + size_bytes:
+            return []
+        _, queue, items = held[at]
+        leaver, its_bytes = items.pop()
+        leavers.append((queue, leaver))
+        sizes[at] -= its_bytes
+        lacking_bytes -= its_bytes
+    return leavers

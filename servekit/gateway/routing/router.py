@@ -50,7 +50,7 @@ from servekit.gateway.routing.failures.suspect_sources import (
     is_shared,
     source_of,
 )
-from servekit.gateway.routing.fair_queue import FairQueue
+from servekit.gateway.routing.fair_queue import FairQueue, Leavers, choose_leavers
 from servekit.gateway.routing.model_queue import ModelQueue, describe, unknown
 from servekit.gateway.routing.preset_route import presets_of
 from servekit.gateway.routing.request import InflightRequest
@@ -277,9 +277,13 @@ class Router:
         """Raise QueueFull, or fail the calls of others that have to leave for this one."""
         most_bytes = self.access.rules.max_queue_bytes
         said = f"requests that wait hold {most_bytes // 2**20} MiB already; try later"
-        leavers = []
+        leavers: Leavers[InflightRequest] = []
         if self._queued_bytes() + size_bytes > most_bytes:
-            leavers = self._choose_leavers(route, call, size_bytes, said)
+            queues = [one for each in self.routes.values() for one in (each.queue, each.suspects)]
+            lacking_bytes = self._queued_bytes() + size_bytes - most_bytes
+            leavers = choose_leavers(queues, call.key, size_bytes, lacking_bytes)
+            if not leavers:
+                self._refuse_full(route, said, None)
         if queue.full and not any(one is queue for one, _ in leavers):
             full = f"{len(queue)} requests wait for {route.status.name!r} already; try later"
             self._refuse_full(route, full, queue.crowd_out(call.key))
@@ -287,30 +291,6 @@ class Router:
             if self._queued_bytes() + size_bytes > most_bytes:
                 held.remove(leaver)
                 self._refuse_full(route, said, leaver)
-
-    def _choose_leavers(
-        self, route: ModelQueue, call: InflightRequest, size_bytes: int, said: str
-    ) -> list[tuple[FairQueue[InflightRequest], InflightRequest]]:
-        """Return the waiting calls whose bytes this call needs, of the keys that hold the most.
-
-        Raises QueueFull, and nothing leaves in vain, if the call's own key holds as much.
-        """
-        queues = [queue for one in self.routes.values() for queue in (one.queue, one.suspects)]
-        held = [(key, queue, items) for queue in queues for key, items in queue.by_key().items()]
-        sizes = [sum(size for _, size in items) for _, _, items in held]
-        mine = sum(size for size, (key, *_) in zip(sizes, held, strict=True) if key == call.key)
-        lacking = self._queued_bytes() + size_bytes - self.access.rules.max_queue_bytes
-        leavers = []
-        while lacking > 0:
-            at = max(range(len(held)), key=sizes.__getitem__, default=-1)
-            if at < 0 or held[at][0] == call.key or sizes[at] <= mine + size_bytes:
-                self._refuse_full(route, said, None)
-            _, queue, items = held[at]
-            leaver, its_bytes = items.pop()
-            leavers.append((queue, leaver))
-            sizes[at] -= its_bytes
-            lacking -= its_bytes
-        return leavers
 
     def _queued_bytes(self) -> int:
         """Return the memory of the waiting calls of all models, in bytes."""
