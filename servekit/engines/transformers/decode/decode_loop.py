@@ -414,10 +414,12 @@ class DecodeLoop:
         """Start a step of all slots, and return these."""
         self._slots.upload()
         running = list(self.seated.values())
-        adapters: list[Adapter | None] = [None] * self._slots.reach
-        for slot in running:
-            adapters[slot.index] = slot.row.adapter
-        size = bucket_size(len(adapters), self._slots.count)
+        adapters: list[Adapter | None] = []
+        if self._mixing.has_factors:
+            adapters = [None] * self._slots.reach
+            for slot in running:
+                adapters[slot.index] = slot.row.adapter
+        size = bucket_size(self._slots.reach, self._slots.count)
         self._steps.run_slots(size, mode, adapters=adapters)
         for slot in running:
             slot.started += 1

@@ -136,7 +136,8 @@ class BatchedLora:
         self._model = model
         self._like = next(model.parameters())
         self.table = AddressTable(self._like.device)
-        self._has_kernels = self._like.device.type == "cpu"  # which needs none
+        #: Whether decode steps can add factors; None: not looked yet. A CPU needs no kernels.
+        self._has_kernels = True if self._like.device.type == "cpu" else None
         self._trees = [model]
         self._layers: dict[str, MixedLayer] = {}
         self._prompts = 0
@@ -164,12 +165,17 @@ class BatchedLora:
 
         Without them adapters run in the library's steps.
         """
-        if not self._has_kernels:
+        if self._has_kernels is None:
             self._has_kernels = _check_kernels(self._like.device, self._like.dtype)
 
     def fits_slots(self, adapter: Adapter) -> bool:
         """Return whether rows with the adapter may share decode steps with all others."""
-        return adapter.model is None and (self._has_kernels or not adapter.factors)
+        return adapter.model is None and (bool(self._has_kernels) or not adapter.factors)
+
+    @property
+    def has_factors(self) -> bool:
+        """Return whether any installed adapter has factors."""
+        return bool(self._layers)
 
     def lay_out_slots(self, adapters: Sequence[Adapter | None], numbers: Tensor) -> int:
         """Set the layout of a decode step; return the generation of graphs that it needs.
@@ -182,6 +188,7 @@ class BatchedLora:
             return 0
         if numbers.device.type == "cpu":
             spare = [None] * (len(numbers) - len(adapters))
+            # a row that decodes is past all virtual tokens
             self.lay_out([Part(one, sys.maxsize, 1) for one in (*adapters, *spare)])
             return 0
         self.table.send()
